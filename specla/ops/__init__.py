@@ -1,0 +1,18 @@
+"""What one layer computes on a draft tree. Every op has a naive twin in `specla.ops.naive` with the same signature."""
+
+from specla.ops.chunk import chunk_gated_delta
+from specla.ops.conv import conv_commit, tree_conv
+from specla.ops.factors import Factors, Pending, PendingConv
+from specla.ops.verify import MODES, gated_delta_commit, gated_delta_verify
+
+__all__ = [
+    "MODES",
+    "Factors",
+    "Pending",
+    "PendingConv",
+    "chunk_gated_delta",
+    "conv_commit",
+    "gated_delta_commit",
+    "gated_delta_verify",
+    "tree_conv",
+]

@@ -1,0 +1,34 @@
+"""Elementwise functions whose bits do not depend on how many elements are computed together.
+
+torch's own silu, sigmoid, softplus and rsqrt round differently in a vector's tail than in its body, so that a token
+verified among sixteen would not equal the same token decoded alone. exp, log, sqrt and the four operations do not.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return 1.0 / (1.0 + torch.exp(-x))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1.0 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """`log(1 + exp(x))`, in float64 inside so that small values keep their digits."""
+    wide = x.double()
+    return (wide.clamp(min=0) + torch.log(1.0 + torch.exp(-wide.abs()))).to(x.dtype)
+
+
+def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / sqrt(sum(x^2) + eps)` over the last dimension."""
+    return x * (1.0 / torch.sqrt((x * x).sum(-1, keepdim=True) + eps))
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
+    return x * (1.0 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)) * weight
