@@ -1,0 +1,233 @@
+"""Checkpoints in flash-linear-attention's layout: `config.json` and safetensors, one file or shards with an index.
+
+Weights come from safetensors only, and nothing in a checkpoint is executed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specla.models.config import GatedDeltaNetConfig
+from specla.models.gated_deltanet import DeltaMixer, GatedDeltaNet
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+def load_target(directory: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"):
+    """Load a checkpoint directory as a target.
+
+    Args:
+        dtype: of the matrix weights: "auto", "float32", "bfloat16", "float16" (CUDA only) or "float64" (tests). The
+            recurrent state, norms and gates stay float32.
+
+    Raises:
+        ValueError: in one line, when the directory, the configuration or the weights do not fit.
+    """
+    directory, device = Path(directory), torch.device(device)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
+    config = GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
+    work = resolve_dtype(dtype, device)
+    with torch.device("meta"):
+        model = GatedDeltaNet(config)
+    sources = parameter_sources(model)
+    weights = _read_weights(directory, sources, tied=config.tie_word_embeddings)
+    exact = torch.float64 if work == torch.float64 else torch.float32
+    state = {}
+    for name, parts in sources.items():
+        pieces = [weights[part].reshape(weights[part].shape[0], *weights[part].shape[2:]) if "conv1d.weight" in part
+                  else weights[part] for part in parts]  # fmt: skip
+        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        is_matrix = joined.dim() == 2 and not name.endswith("conv_weight")
+        state[name] = joined.to(device=device, dtype=work if is_matrix else exact).contiguous()
+    model.load_state_dict(state, assign=True)
+    return model.requires_grad_(False).eval()
+
+
+def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write `config.json`, `generation_config.json` and `model.safetensors` as flash-linear-attention does.
+
+    Matrices are stored in `dtype`; vectors too, but for `A_log` and `dt_bias`, which stay float32.
+    """
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    config = model.config
+    own = model.state_dict()
+    shapes = checkpoint_shapes(config)
+    tensors = {}
+    for name, parts in parameter_sources(model).items():
+        pieces = own[name].detach().cpu().split([shapes[part][0] for part in parts])
+        for part, piece in zip(parts, pieces, strict=True):
+            kept = torch.float32 if part.endswith(("A_log", "dt_bias")) else dtype
+            tensors[part] = piece.reshape(shapes[part]).to(kept).contiguous().clone()
+    special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.to_dict()["eos_token_id"]}
+    raw = dict(config.to_dict(), dtype=str(dtype).removeprefix("torch."))
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+    (directory / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the matrix weights. "auto" is bfloat16 where the device multiplies it natively, else float32."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    names |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bf16() else torch.float32
+    chosen = names.get(dtype) if isinstance(dtype, str) else dtype
+    if chosen not in names.values():
+        raise ValueError(f"dtype must be auto, float32, bfloat16, float16 or float64, got {dtype!r}")
+    if chosen == torch.float16 and device.type == "cpu":
+        raise ValueError("dtype float16 is not supported on a CPU, use bfloat16 or float32")
+    assert chosen is not None
+    return chosen
+
+
+def parameter_sources(model: GatedDeltaNet) -> dict[str, list[str]]:
+    """For each of our parameters, the checkpoint tensors whose rows it holds, in order."""
+    config = model.config
+    names = {"embeddings.weight": ["model.embeddings.weight"], "norm.weight": ["model.norm.weight"]}
+    if not config.tie_word_embeddings:
+        names["lm_head.weight"] = ["lm_head.weight"]
+    for i, layer in enumerate(model.layers):
+        ours, theirs = f"layers.{i}", f"model.layers.{i}"
+        for norm in ("attn_norm", "mlp_norm"):
+            names[f"{ours}.{norm}.weight"] = [f"{theirs}.{norm}.weight"]
+        names[f"{ours}.gate_up_proj.weight"] = [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")]
+        names[f"{ours}.down_proj.weight"] = [f"{theirs}.mlp.down_proj.weight"]
+        names[f"{ours}.attn.o_proj.weight"] = [f"{theirs}.attn.o_proj.weight"]
+        if isinstance(layer.attn, DeltaMixer):
+            joined = ("q", "k", "v", "a", "b", "g") if config.use_gate else ("q", "k", "v", "a", "b")
+            names[f"{ours}.attn.in_proj.weight"] = [f"{theirs}.attn.{x}_proj.weight" for x in joined]
+            names[f"{ours}.attn.norm.weight"] = [f"{theirs}.attn.o_norm.weight"]
+            for leaf in ("A_log", "dt_bias"):
+                names[f"{ours}.attn.{leaf}"] = [f"{theirs}.attn.{leaf}"]
+            for leaf in ("weight", "bias"):
+                if getattr(layer.attn, f"conv_{leaf}") is not None:
+                    names[f"{ours}.attn.conv_{leaf}"] = [f"{theirs}.attn.{x}_conv1d.{leaf}" for x in "qkv"]
+        else:
+            names[f"{ours}.attn.qkv_proj.weight"] = [f"{theirs}.attn.{x}_proj.weight" for x in "qkv"]
+            if layer.attn.qkv_bias is not None:
+                names[f"{ours}.attn.qkv_bias"] = [f"{theirs}.attn.{x}_proj.bias" for x in "qkv"]
+            if layer.attn.q_norm is not None:
+                for x in "qk":
+                    names[f"{ours}.attn.{x}_norm.weight"] = [f"{theirs}.attn.{x}_norm.weight"]
+    return names
+
+
+def checkpoint_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that a checkpoint of this configuration holds."""
+    hidden, mlp = config.hidden_size, config.mlp_dim
+    key, value, heads = config.key_dim, config.value_dim, config.value_heads
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embeddings.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for i in range(config.num_hidden_layers):
+        spec = config.attention(i)
+        layer: dict[str, tuple[int, ...]] = {
+            "attn_norm.weight": (hidden,),
+            "mlp_norm.weight": (hidden,),
+            "mlp.gate_proj.weight": (mlp, hidden),
+            "mlp.up_proj.weight": (mlp, hidden),
+            "mlp.down_proj.weight": (hidden, mlp),
+        }
+        if spec is None:
+            rows = {"q": key, "k": key, "v": value, "a": heads, "b": heads, "g": value}
+            layer |= {f"attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
+            layer |= {f"attn.{x}_conv1d.weight": (rows[x], 1, config.conv_size) for x in "qkv"}
+            layer |= {f"attn.{x}_conv1d.bias": (rows[x],) for x in "qkv"}
+            layer |= {"attn.A_log": (heads,), "attn.dt_bias": (heads,), "attn.o_norm.weight": (config.head_v_dim,)}
+            layer |= {"attn.o_proj.weight": (hidden, value)}
+        else:
+            head_dim = hidden // spec.num_heads
+            rows = {"q": hidden, "k": spec.num_kv_heads * head_dim, "v": spec.num_kv_heads * head_dim}
+            layer |= {f"attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
+            layer |= {f"attn.{x}_proj.bias": (n,) for x, n in rows.items()}
+            layer |= {"attn.q_norm.weight": (head_dim,), "attn.k_norm.weight": (head_dim,)}
+            layer |= {"attn.o_proj.weight": (hidden, hidden)}
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, or a ValueError that names it."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path} does not hold a JSON object")
+    return raw
+
+
+def _read_weights(directory: Path, sources: Mapping[str, list[str]], tied: bool) -> dict[str, Tensor]:
+    config = GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
+    expected = {part for parts in sources.values() for part in parts}
+    shapes = checkpoint_shapes(config)
+    weights: dict[str, Tensor] = {}
+    for file, name, tensor in _stored_tensors(directory):
+        if name in weights:
+            raise ValueError(f"{file.name}: {name} is stored twice")
+        if tied and name == "lm_head.weight":
+            continue
+        if name in expected:
+            if tuple(tensor.shape) != shapes[name]:
+                raise ValueError(
+                    f"{file.name}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
+                )
+            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+                raise ValueError(f"{file.name}: {name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16")
+        weights[name] = tensor
+    missing, unexpected = sorted(expected - set(weights)), sorted(set(weights) - expected)
+    if missing or unexpected:
+        told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
+                for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
+        raise ValueError(f"{directory}: the weights do not fit config.json: {' and '.join(told)}")
+    return weights
+
+
+def _stored_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    index = directory / "model.safetensors.index.json"
+    if index.exists():
+        listed = read_json(index).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(f"{index} has no weight_map")
+        files = sorted({str(name) for name in listed.values()})
+        outside = [name for name in files if Path(name).name != name]
+        if outside:
+            raise ValueError(f"{index} names a file outside the directory: {outside[0]}")
+    elif (directory / "model.safetensors").exists():
+        files = ["model.safetensors"]
+    else:
+        pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+        if pickles:
+            raise ValueError(f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: "
+                             "convert them to safetensors")  # fmt: skip
+        raise ValueError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
+    for name in files:
+        path = directory / name
+        if not path.exists():
+            raise ValueError(f"{directory} lacks {name}, which its index names")
+        try:
+            with safe_open(path, framework="pt") as stored:
+                for key in stored.keys():  # noqa: SIM118 (not a dict)
+                    yield path, key, stored.get_tensor(key)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _cpu_multiplies_bf16() -> bool:
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

@@ -1,0 +1,151 @@
+"""Where the past of a token lies: the same layers run over a whole text, a prompt, or a draft tree.
+
+Each class answers the three questions that a layer asks: its short convolution, its recurrence, its attention.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specla.ops import chunk_gated_delta, gated_delta_verify, tree_conv
+from specla.ops.attention import tree_attention
+from specla.ops.elementwise import silu
+from specla.state import AttentionState, RecurrentState, StatePool
+from specla.tree import Tree
+
+
+class Past(Protocol):
+    """What a layer sees of the tokens before its own; `layer` is the layer's index."""
+
+    positions: Tensor  # int64 [B, T]
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """SiLU of the causal convolution: x `[B, T, D]`, weight `[D, W]`."""
+
+    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        """Outputs of the gated delta rule `[B, T, HV, V]`, q and k normalised inside."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        """Causal softmax attention `[B, T, H, D]`."""
+
+
+class FullText:
+    """A text from its first token on, differentiable; nothing is kept."""
+
+    def __init__(self, batch: int, length: int, device: torch.device, chunk_size: int = 64):
+        self.positions = torch.arange(length, device=device).expand(batch, length)
+        self.chunk_size = chunk_size
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _causal_conv(torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0)), weight, bias)
+
+    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        o, _ = chunk_gated_delta(q, k, v, g, beta, chunk_size=self.chunk_size, use_qk_l2norm_in_kernel=True)
+        return o
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        return _attend(q, k, v, self.positions[0], self.positions[0], window)
+
+
+class Prefill:
+    """The next stretch of one slot's prompt; the state is committed, no factors are kept."""
+
+    def __init__(self, pool: StatePool, slot: int, length: int):
+        assert int(pool.count[slot]) == 0, "flush the slot before a prefill"
+        self.pool, self.slot = pool, slot
+        self.start = pool.length[slot]
+        self.positions = torch.arange(self.start, self.start + length, device=pool.device)[None]
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        window = self.pool.layers[layer].conv_state[self.slot]
+        joined = torch.cat([window.t()[None].to(x.dtype), x], 1)
+        window.copy_(joined[0, joined.shape[1] - window.shape[1] :].t())
+        return _causal_conv(joined, weight, bias)
+
+    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        state = self.pool.layers[layer].state[self.slot : self.slot + 1]
+        o, last = chunk_gated_delta(q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=True)
+        state.copy_(last)
+        return o
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        cache = self.pool.layers[layer]
+        assert isinstance(cache, AttentionState)
+        first = 0 if window is None else max(0, self.start - window + 1)
+        before = torch.arange(first, self.start, device=q.device)
+        old = cache.cache[:, self.slot, before % cache.cache.shape[2]].to(q.dtype)
+        rows = torch.stack([k[0], v[0]])
+        cache.append(self.slot, self.start, rows)
+        keys, values = torch.cat([old, rows], 1)[:, None]
+        return _attend(q, keys, values, self.positions[0], torch.cat([before, self.positions[0]]), window)
+
+    def close(self) -> None:
+        self.pool.length[self.slot] += self.positions.shape[1]
+
+
+class Verification:
+    """A draft tree for each of some slots: commits what is pending there, keeps the new nodes' factors."""
+
+    def __init__(self, pool: StatePool, slots: list[int], tree: Tree, mode: str):
+        assert tree.size <= pool.max_nodes, f"a tree of {tree.size} nodes in an envelope of {pool.max_nodes}"
+        self.pool, self.slots, self.tree, self.mode = pool, slots, tree, mode
+        self.index = torch.tensor(slots, device=pool.device)
+        self.lengths = pool.positions(slots)
+        self.positions = torch.tensor(self.lengths, device=pool.device)[:, None] + tree.depth.clamp(min=0)
+
+    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        state = self.pool.layers[layer]
+        assert isinstance(state, RecurrentState)
+        _, pending = self.pool.pending(state, self.index)
+        y = tree_conv(
+            x, self.tree, weight, bias, conv_state=state.conv_state, state_indices=self.index, pending=pending
+        )
+        state.conv_inputs[self.index, : self.tree.size] = x.to(state.conv_inputs.dtype)
+        return y
+
+    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+        state = self.pool.layers[layer]
+        assert isinstance(state, RecurrentState)
+        pending, _ = self.pool.pending(state, self.index)
+        o, factors = gated_delta_verify(
+            q, k, v, g, beta, self.tree, state=state.state, state_indices=self.index, pending=pending,
+            mode=self.mode, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        for bank, new in zip(state.factors, factors, strict=True):
+            bank[self.index, : self.tree.size] = new
+        return o
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        cache = self.pool.layers[layer]
+        assert isinstance(cache, AttentionState)
+        before = [self.pool.length[slot] for slot in self.slots]
+        cache.commit(self.index, self.pool.path[self.index], self.pool.count[self.index], before)
+        cache.nodes[:, self.index, : self.tree.size] = torch.stack([k, v]).to(cache.nodes.dtype)
+        return tree_attention(
+            q, k, v, self.tree, keys=cache.cache[0], values=cache.cache[1], slots=self.slots,
+            lengths=self.lengths, window=window,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.pool.mark_committed(self.slots)
+
+
+def _causal_conv(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """SiLU of the convolution over `joined` `[B, W - 1 + T, D]`."""
+    length = joined.shape[1] - weight.shape[1] + 1
+    y = sum(joined[:, w : w + length] * weight[:, w] for w in range(weight.shape[1]))
+    assert isinstance(y, Tensor)
+    return silu(y if bias is None else y + bias)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window: int | None) -> Tensor:
+    visible = k_at <= q_at[:, None]
+    if window is not None:
+        visible &= k_at > q_at[:, None] - window
+    groups = q.shape[2] // k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)

@@ -1,0 +1,27 @@
+"""What the engine asks of a target, whatever its architecture."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from specla.state import StatePool
+from specla.tree import Tree
+
+
+class Target(Protocol):
+    """A language model that reads prompts into slots and verifies draft trees on them."""
+
+    @property
+    def config(self) -> Any:
+        """Has at least vocab_size, hidden_size, num_hidden_layers, bos_token_id and eos_token_id."""
+
+    def new_pool(self, num_slots: int, max_nodes: int) -> StatePool:
+        """Slots for sequences of this target, with draft trees of up to `max_nodes` nodes."""
+
+    def prefill(self, token_ids: Tensor, slot: int, pool: StatePool) -> None:
+        """Read tokens `[T]` into a slot's committed state."""
+
+    def verify(self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto") -> Tensor:
+        """Logits `[B, N, vocab]` at every node; commits what was pending and leaves the nodes' factors in the pool."""
