@@ -1,0 +1,157 @@
+"""Requests in, tokens out: admission to slots, prefill, rounds, and the end of sequences. Knows no text."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence as Tokens
+
+import torch
+
+from specla.drafters.base import Drafter
+from specla.engine.budget import Budget
+from specla.engine.loop import run_round
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.sequence import Sequence
+from specla.models.target import Target
+
+
+class Engine:
+    """Runs up to `max_num_seqs` sequences of one target at a time; others wait their turn.
+
+    Args:
+        seed: requests without a seed of their own get one derived from it and their number.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        config: SpeculativeConfig | None = None,
+        max_num_seqs: int = 8,
+        seed: int = 0,
+    ):
+        if not isinstance(max_num_seqs, int) or max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs must be an integer of at least 1, got {max_num_seqs!r}")
+        self.target, self.drafter = target, drafter
+        self.config = config or SpeculativeConfig()
+        self.pool = target.new_pool(max_num_seqs, self.config.max_draft + 1)
+        self.budget = Budget(self.config)
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.seed, self.num_requests = seed, 0
+
+    def add(
+        self,
+        token_ids: Tokens[int],
+        params: SamplingParams,
+        should_stop: Callable[[int], bool] | None = None,
+        keep_slot: bool = False,
+    ) -> Sequence:
+        """Queue a request.
+
+        Args:
+            token_ids: the prompt, at least one token.
+            should_stop: called with each new token; True ends the sequence with it.
+            keep_slot: leave the state in place at the end, for `resume`; the caller calls `release` then.
+
+        Raises:
+            ValueError: for an empty prompt or token ids outside the vocabulary.
+        """
+        self._check_tokens(token_ids)
+        if not len(token_ids):
+            raise ValueError("the prompt is empty: at least one token is needed")
+        seed = (self.seed << 20) + self.num_requests if params.seed is None else params.seed
+        self.num_requests += 1
+        sequence = Sequence(list(token_ids), params, seed, self._stop_ids(params), should_stop, keep_slot)
+        self.waiting.append(sequence)
+        return sequence
+
+    def resume(
+        self,
+        sequence: Sequence,
+        token_ids: Tokens[int],
+        params: SamplingParams,
+        should_stop: Callable[[int], bool] | None = None,
+    ) -> None:
+        """Go on from where a finished sequence with `keep_slot` stands, after `token_ids` (which may be empty)."""
+        if sequence.slot is None or sequence.finish_reason is None:
+            raise ValueError("only a finished sequence that kept its slot can be resumed")
+        self._check_tokens(token_ids)
+        sequence.tokens.extend(token_ids)
+        sequence.prompt_length = len(sequence.tokens)
+        sequence.params, sequence.should_stop = params, should_stop
+        sequence.stop_ids = self._stop_ids(params)
+        sequence.seed = sequence.seed if params.seed is None else params.seed
+        sequence.finish_reason = None
+        sequence.from_draft.clear()
+        self._prefill(sequence)
+        self.running.append(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """End a sequence at any moment: its slot is free, what was pending there is dropped."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if sequence in self.running:
+            self.running.remove(sequence)
+        if sequence.slot is not None:
+            self.pool.free(sequence.slot)
+            sequence.slot = None
+        self.drafter.forget(sequence.key)
+        sequence.finish_reason = sequence.finish_reason or "abort"
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def step(self) -> list[Sequence]:
+        """Admit what fits, run one round, and let go of what has ended.
+
+        Returns:
+            the sequences that grew.
+        """
+        while self.waiting and self.pool.num_free:
+            sequence = self.waiting.popleft()
+            sequence.slot = self.pool.alloc()
+            self._prefill(sequence)
+            self.running.append(sequence)
+        batch = list(self.running)
+        if not batch:
+            return []
+        budget = self.budget.choose()
+        before = sum(s.metrics.num_tokens for s in batch)
+        start = time.perf_counter()
+        try:
+            nodes = run_round(batch, self.target, self.drafter, self.pool, budget, self.config.verify)
+        except BaseException:
+            for sequence in batch:  # their states are between two rounds
+                sequence.finish_reason = "error"
+                self.release(sequence)
+            raise
+        tokens = sum(s.metrics.num_tokens for s in batch) - before
+        self.budget.observe(budget, nodes, tokens / len(batch), time.perf_counter() - start)
+        for sequence in batch:
+            if sequence.finish_reason:
+                self.running.remove(sequence)
+                if not sequence.keep_slot:
+                    self.release(sequence)
+        return batch
+
+    def _prefill(self, sequence: Sequence) -> None:
+        """Read all tokens but the last, which is the first root."""
+        assert sequence.slot is not None
+        unread = sequence.tokens[sequence.num_prefilled : -1]
+        if unread:
+            self.target.prefill(torch.tensor(unread, device=self.pool.device), sequence.slot, self.pool)
+            sequence.num_prefilled += len(unread)
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = self.target.config.eos_token_id
+        eos = () if eos is None or params.ignore_eos else (eos,) if isinstance(eos, int) else tuple(eos)
+        return frozenset(params.stop_token_ids) | frozenset(eos)
+
+    def _check_tokens(self, token_ids: Tokens[int]) -> None:
+        vocab = self.target.config.vocab_size
+        for token in token_ids:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+                raise ValueError(f"token ids must be integers in 0..{vocab - 1}, got {token!r}")

@@ -1,0 +1,31 @@
+"""What a caller gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from specla.engine.sequence import SequenceMetrics
+
+
+@dataclass
+class CompletionOutput:
+    """One continuation: its text (stop string and special tokens excluded), its tokens (end token included)."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop", "length", or None while it grows
+    from_draft: list[bool] = field(default_factory=list)  # for each token: was it an accepted draft?
+
+
+@dataclass
+class RequestOutput:
+    """A request's continuation so far and what speculation did for it."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: SequenceMetrics
+
+    @property
+    def finished(self) -> bool:
+        return self.outputs[0].finish_reason is not None

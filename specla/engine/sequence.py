@@ -1,0 +1,89 @@
+"""One request on its way: its tokens, its slot, why it ended, and what speculation did for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from specla.engine.params import SamplingParams
+
+_keys = itertools.count()
+
+
+@dataclass
+class SequenceMetrics:
+    """Counts over the rounds of one sequence."""
+
+    num_spec_steps: int = 0  # rounds
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    num_tokens: int = 0
+    accepted_per_round: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens a round, the bonus token included."""
+        return self.num_tokens / self.num_spec_steps if self.num_spec_steps else 0.0
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """Entry n: rounds in which n drafts were accepted."""
+        return [self.accepted_per_round[n] for n in range(max(self.accepted_per_round, default=-1) + 1)]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """`tokens` are prompt and output; the last one is the root of the next tree, not yet read by the target."""
+
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    should_stop: Callable[[int], bool] | None = None  # asked after each new token
+    keep_slot: bool = False
+    key: int = field(default_factory=lambda: next(_keys))
+    slot: int | None = None
+    num_prefilled: int = 0  # tokens that the target has read, or holds as pending
+    finish_reason: str | None = None
+    from_draft: list[bool] = field(default_factory=list)  # for each new token
+    metrics: SequenceMetrics = field(default_factory=SequenceMetrics)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def draft_limit(self) -> int:
+        """Drafts that could still be of use: the bonus token fills the last place."""
+        return self.params.max_tokens - (len(self.tokens) - self.prompt_length) - 1
+
+    def extend(self, drafts: list[int], bonus: int, proposed: int) -> int:
+        """Take accepted drafts and the bonus token, up to the first that ends the sequence.
+
+        Returns:
+            how many tokens were taken, at least one.
+        """
+        taken = 0
+        for token, is_draft in [*((t, True) for t in drafts), (bonus, False)]:
+            self.tokens.append(token)
+            self.from_draft.append(is_draft)
+            taken += 1
+            if token in self.stop_ids or (self.should_stop is not None and self.should_stop(token)):
+                self.finish_reason = "stop"
+            elif len(self.tokens) - self.prompt_length >= self.params.max_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                break
+        self.num_prefilled += taken
+        accepted = min(taken, len(drafts))
+        self.metrics.num_spec_steps += 1
+        self.metrics.num_draft_tokens += proposed
+        self.metrics.num_accepted_draft_tokens += accepted
+        self.metrics.num_tokens += taken
+        self.metrics.accepted_per_round[accepted] += 1
+        return taken
