@@ -6,13 +6,19 @@ verification, or a `flush`, commits it. Nothing else is kept per draft node.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from specla.ops import Factors, Pending, PendingConv, conv_commit, gated_delta_commit
+from specla.ops import Factors
+from specla.ops.conv import shift
+from specla.ops.torch import commit
+
+Rows = slice | Tensor
 
 
 @dataclass(frozen=True)
@@ -37,15 +43,18 @@ class AttentionSpec:
 
 
 class RecurrentState:
-    """One gated delta layer of all slots."""
+    """Gated delta layers of one shape, for all slots. Layers lie side by side, so that they are committed together."""
 
-    def __init__(self, spec: RecurrentSpec, num_slots: int, max_nodes: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, spec: RecurrentSpec, num_layers: int, num_slots: int, max_nodes: int, dtype: torch.dtype,
+        device: torch.device,
+    ):  # fmt: skip
         def zeros(*shape: int) -> Tensor:
-            return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+            return torch.zeros(num_layers, num_slots, *shape, dtype=dtype, device=device)
 
         self.state = zeros(spec.value_heads, spec.head_v_dim, spec.head_dim)
-        # [slots, D, W - 1] by name, one input after the other in memory: windows are then gathers of whole rows
-        self.conv_state = zeros(spec.conv_size - 1, spec.conv_channels).transpose(1, 2)
+        # [layers, slots, D, W - 1] by name, one input after the other in memory: windows are then rows
+        self.conv_state = zeros(spec.conv_size - 1, spec.conv_channels).transpose(2, 3)
         self.factors = Factors(
             zeros(max_nodes, spec.num_heads, spec.head_dim),
             zeros(max_nodes, spec.value_heads, spec.head_v_dim),
@@ -53,20 +62,38 @@ class RecurrentState:
         )
         self.conv_inputs = zeros(max_nodes, spec.conv_channels if spec.conv_size > 1 else 0)
 
-    def clear(self, slot: int) -> None:
-        self.state[slot] = 0
-        self.conv_state[slot] = 0
-
-    def commit(self, index: Tensor, path: Tensor, count: Tensor, lengths: list[int]) -> None:
+    def layer(self, index: int) -> RecurrentLayer:
+        """Views of one layer."""
         factors = Factors(*(bank[index] for bank in self.factors))
-        gated_delta_commit(self.state, factors, path, count - 1, state_indices=index)
-        conv_commit(self.conv_state, self.conv_inputs[index], path, count - 1, state_indices=index)
+        return RecurrentLayer(self.state[index], self.conv_state[index], factors, self.conv_inputs[index])
+
+    def clear(self, slot: int) -> None:
+        self.state[:, slot] = 0
+        self.conv_state[:, slot] = 0
+
+    def commit(self, rows: Rows, path: Tensor, count: Tensor) -> None:
+        """Commit the first `count` nodes of `path` in every layer."""
+        factors = Factors(*(bank[:, rows] for bank in self.factors))
+        state = commit(self.state[:, rows], factors, path, count)
+        if not isinstance(rows, slice):
+            self.state[:, rows] = state
+        if self.conv_state.shape[-1]:
+            self.conv_state[:, rows] = shift(self.conv_state[:, rows], self.conv_inputs[:, rows], path, count)
 
     def committed_bytes(self) -> int:
-        return self.state[0].nbytes + self.conv_state[0].nbytes
+        return self.state[:, 0].nbytes + self.conv_state[:, 0].nbytes
 
     def node_bytes(self) -> int:
-        return sum(bank[0, 0].nbytes for bank in (*self.factors, self.conv_inputs))
+        return sum(bank[:, 0, 0].nbytes for bank in (*self.factors, self.conv_inputs))
+
+
+class RecurrentLayer(NamedTuple):
+    """One layer's part of a `RecurrentState`, without the leading dimension."""
+
+    state: Tensor
+    conv_state: Tensor
+    factors: Factors
+    conv_inputs: Tensor
 
 
 class AttentionState:
@@ -97,10 +124,9 @@ class AttentionState:
         at = torch.arange(length + skip, length + rows.shape[1], device=rows.device) % capacity
         self.cache[:, slot, at] = rows[:, skip:].to(self.cache.dtype)
 
-    def commit(self, index: Tensor, path: Tensor, count: Tensor, lengths: list[int]) -> None:
-        for row, (slot, length) in enumerate(zip(index.tolist(), lengths, strict=True)):
-            accepted = path[row, : int(count[row])].long()
-            self.append(slot, length, self.nodes[:, slot, accepted])
+    def commit(self, slot: int, length: int, path: Tensor) -> None:
+        """Append the rows of the nodes in `path` at position `length`."""
+        self.append(slot, length, self.nodes[:, slot, path])
 
     def committed_bytes(self) -> int:
         return self.cache[:, 0].nbytes
@@ -128,16 +154,27 @@ class StatePool:
     ):
         self.device = torch.device(device)
         self.max_nodes = max_nodes
-        self.layers = [
-            RecurrentState(spec, num_slots, max_nodes, dtype, self.device)
-            if isinstance(spec, RecurrentSpec)
-            else AttentionState(spec, num_slots, max_nodes, dtype, self.device)
-            for spec in specs
-        ]
-        self.length = [0] * num_slots
+        recurrent = [spec for spec in specs if isinstance(spec, RecurrentSpec)]
+        self.groups = {
+            spec: RecurrentState(spec, recurrent.count(spec), num_slots, max_nodes, dtype, self.device)
+            for spec in dict.fromkeys(recurrent)
+        }
+        self.layers: list[RecurrentLayer | AttentionState] = []
+        seen: Counter[RecurrentSpec] = Counter()
+        for spec in specs:
+            if isinstance(spec, RecurrentSpec):
+                self.layers.append(self.groups[spec].layer(seen[spec]))
+                seen[spec] += 1
+            else:
+                self.layers.append(AttentionState(spec, num_slots, max_nodes, dtype, self.device))
+        self._stores: list[RecurrentState | AttentionState] = [*self.groups.values(), *self._attention()]
+        self.length = [0] * num_slots  # committed tokens
+        self.count = [0] * num_slots  # accepted nodes that are pending
         self.path = torch.zeros(num_slots, max_nodes, dtype=torch.long, device=self.device)
-        self.count = torch.zeros(num_slots, dtype=torch.long, device=self.device)
         self._free = list(range(num_slots))[::-1]
+
+    def _attention(self) -> list[AttentionState]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionState)]
 
     @property
     def num_free(self) -> int:
@@ -152,8 +189,8 @@ class StatePool:
         if not self._free:
             raise RuntimeError(f"all {len(self.length)} slots are taken")
         slot = self._free.pop()
-        for layer in self.layers:
-            layer.clear(slot)
+        for store in self._stores:
+            store.clear(slot)
         self.length[slot] = 0
         self.count[slot] = 0
         return slot
@@ -164,50 +201,43 @@ class StatePool:
         self.count[slot] = 0
         self._free.append(slot)
 
-    def positions(self, slots: Sequence[int]) -> list[int]:
-        """Position of the next token of each slot: committed and pending tokens."""
-        return [self.length[slot] + int(self.count[slot]) for slot in slots]
+    def rows(self, slots: Sequence[int]) -> Rows:
+        """How to index the slots: a slice, which gives views, when they follow one another."""
+        if list(slots) == list(range(slots[0], slots[0] + len(slots))):
+            return slice(slots[0], slots[0] + len(slots))
+        return torch.tensor(slots, device=self.device)
 
-    def accept(self, slots: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
-        """Name the accepted nodes of the last verification: `path` `[B, D]`, `num_accepted` `[B]` drafts (-1: none).
+    def accept(self, slots: Sequence[int], path: Tensor, num_accepted: Sequence[int]) -> None:
+        """Name the accepted nodes of the last verification: `path` `[B, D]`, drafts accepted in each row (-1: none).
 
         They stay pending until the next verification of the slot, or a flush.
         """
-        index = torch.as_tensor(slots, device=self.device)
-        assert bool((self.count[index] == 0).all()), "the last accepted path was not committed"
-        self.path[index, : path.shape[1]] = path.long()
-        self.count[index] = num_accepted.long() + 1
+        assert all(self.count[slot] == 0 for slot in slots), "the last accepted path was not committed"
+        self.path[self.rows(slots), : path.shape[1]] = path.long()
+        for slot, accepted in zip(slots, num_accepted, strict=True):
+            self.count[slot] = int(accepted) + 1
 
     def flush(self, slots: Sequence[int]) -> None:
         """Commit what is pending, so that the state alone describes the sequence."""
-        slots = [slot for slot in slots if int(self.count[slot])]
+        slots = [slot for slot in slots if self.count[slot]]
         if not slots:
             return
-        index = torch.tensor(slots, device=self.device)
-        lengths = [self.length[slot] for slot in slots]
-        for layer in self.layers:
-            layer.commit(index, self.path[index], self.count[index], lengths)
-        self.mark_committed(slots)
-
-    def mark_committed(self, slots: Sequence[int]) -> None:
-        """What was pending in these slots has been committed in every layer."""
+        rows = self.rows(slots)
+        counts = [self.count[slot] for slot in slots]
+        path, count = self.path[rows, : max(counts)], torch.tensor(counts, device=self.device)
+        for group in self.groups.values():
+            group.commit(rows, path, count)
+        for layer in self._attention():
+            for slot, n in zip(slots, counts, strict=True):
+                layer.commit(slot, self.length[slot], self.path[slot, :n])
         for slot in slots:
-            self.length[slot] += int(self.count[slot])
+            self.length[slot] += self.count[slot]
             self.count[slot] = 0
-
-    def pending(self, layer: RecurrentState, index: Tensor) -> tuple[Pending, PendingConv] | tuple[None, None]:
-        """What the slots `index` have accepted but not committed in a layer; (None, None) for nothing."""
-        count = self.count[index]
-        if not bool((count > 0).any()):
-            return None, None
-        path = self.path[index]
-        factors = Factors(*(bank[index] for bank in layer.factors))
-        return Pending(factors, path, count), PendingConv(layer.conv_inputs[index], path, count)
 
     def bytes_per_sequence(self) -> int:
         """Committed state of one slot, drafts excluded."""
-        return sum(layer.committed_bytes() for layer in self.layers)
+        return sum(store.committed_bytes() for store in self._stores)
 
     def bytes_per_node(self) -> int:
         """What one draft node adds: factors, raw convolution inputs, key/value rows."""
-        return sum(layer.node_bytes() for layer in self.layers)
+        return sum(store.node_bytes() for store in self._stores)

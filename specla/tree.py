@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 class Level(NamedTuple):
     """One depth of the hybrid schedule: live chains advance by one node together.
 
-    `rows` says which live state each node starts from (None: node m starts from live state m), `inner` which of the
-    level's nodes have children and so stay live (None: all of them). Heavy children come first, in the order of
-    their parents, so that a chain keeps its place and its state is updated where it lies.
+    `rows` says which live state each node starts from (None: node m starts from live state m). The first
+    `num_inner` nodes have children and stay live: heavy children before light ones, in the order of their
+    parents, so that a chain keeps its place and its state is updated where it lies.
     """
 
     nodes: Tensor  # int64 [M] flat ids b * N + i
     rows: Tensor | None  # int64 [M]
-    inner: Tensor | None  # int64 [P]
+    num_inner: int
 
 
 class Tree:
@@ -39,76 +39,87 @@ class Tree:
         ValueError: when a row is not such a tree.
     """
 
-    def __init__(self, parent: Tensor | np.ndarray | Sequence, num_nodes: Tensor | np.ndarray | Sequence | None = None):
+    def __init__(
+        self, parent: Tensor | np.ndarray | Sequence[Any], num_nodes: Tensor | np.ndarray | Sequence[int] | None = None
+    ):
         self.device = parent.device if isinstance(parent, Tensor) else torch.device("cpu")
-        grid = np.array(parent.cpu() if isinstance(parent, Tensor) else parent)
+        grid = _array(parent)
         if grid.dtype.kind not in "iu":
             raise ValueError(f"parent must hold integers, got dtype {grid.dtype}")
         if grid.ndim == 1:
             grid = grid[None]
         if grid.ndim != 2 or grid.shape[1] == 0:
             raise ValueError(f"parent must have shape [B, N] or [N] with N >= 1, got {list(grid.shape)}")
-        self._parent = grid.astype(np.int32)
-        self._count = _real_nodes(self._parent, num_nodes)
-        ids = np.arange(self.size)
-        self._valid = ids < self._count[:, None]
-        self._parent[~self._valid] = -1
-        inner = self._valid & (ids > 0)
-        if (self._parent[:, 0] != -1).any():
-            raise ValueError("parent[0] must be -1: node 0 is the root")
-        wrong = inner & ((self._parent < 0) | (self._parent >= ids))
-        if wrong.any():
-            b, i = np.argwhere(wrong)[0]
-            raise ValueError(f"parent[{b}][{i}] is {self._parent[b, i]}, allowed are 0..{i - 1} (topological order)")
+        self.batch, self.size = grid.shape
+        rows = grid.tolist()
+        self._count = _real_nodes(rows, self.size) if num_nodes is None else _checked(num_nodes, *grid.shape)
+        for b, (row, count) in enumerate(zip(rows, self._count, strict=True)):
+            if row[0] != -1:
+                raise ValueError(f"parent[{b}][0] must be -1: node 0 is the root; got {row[0]}")
+            for i in range(1, count):
+                if not 0 <= row[i] < i:
+                    raise ValueError(f"parent[{b}][{i}] is {row[i]}, allowed are 0..{i - 1} (topological order)")
+        self._rows = [row[:count] for row, count in zip(rows, self._count, strict=True)]
 
     @classmethod
     def chain(cls, length: int, batch: int = 1, device: torch.device | str | None = None) -> Tree:
         """The tree of `length` nodes in a row, the root included, for each of `batch` rows."""
-        parent = torch.arange(-1, length - 1, dtype=torch.int32, device=device)
-        return cls(parent.expand(batch, length))
+        return cls(torch.arange(-1, length - 1, dtype=torch.int32, device=device).expand(batch, length))
 
-    @property
-    def batch(self) -> int:
-        return self._parent.shape[0]
-
-    @property
-    def size(self) -> int:
-        return self._parent.shape[1]
+    def to(self, device: torch.device | str) -> Tree:
+        """The same trees with their tensors on `device`."""
+        device = torch.device(device)
+        if device == self.device:
+            return self
+        moved = Tree.__new__(Tree)
+        moved.batch, moved.size, moved.device = self.batch, self.size, device
+        moved._count, moved._rows = self._count, self._rows
+        return moved
 
     @cached_property
     def parent(self) -> Tensor:
         """int32 `[B, N]`, -1 for the root and for padding."""
-        return self._tensor(self._parent)
+        return self._padded(self._rows, torch.int32)
 
     @cached_property
     def num_nodes(self) -> Tensor:
         """int32 `[B]` real nodes, the root included."""
-        return self._tensor(self._count)
+        return torch.tensor(self._count, dtype=torch.int32, device=self.device)
 
     @cached_property
     def valid(self) -> Tensor:
         """bool `[B, N]`, False for padding."""
-        return self._tensor(self._valid)
+        return torch.arange(self.size, device=self.device) < self.num_nodes[:, None]
 
     @cached_property
-    def depth(self) -> Tensor:
-        """int32 `[B, N]` edges from the root; -1 for padding."""
-        return self._tensor(self._depth)
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """bool `[B, N, N]`: entry (i, j) says that j lies strictly above i."""
-        return self._tensor(self._ancestors)
-
-    @cached_property
-    def heavy_child(self) -> Tensor:
-        """int32 `[B, N]` the child with the largest subtree (the lowest id among equals), -1 for a leaf."""
-        return self._tensor(self._heavy_child)
+    def is_full(self) -> bool:
+        """Whether there is no padding."""
+        return all(count == self.size for count in self._count)
 
     @cached_property
     def is_chain(self) -> bool:
         """Whether every real node follows the node before it."""
-        return bool((self._parent == np.arange(-1, self.size - 1))[self._valid].all())
+        return all(above == i - 1 for row in self._rows for i, above in enumerate(row))
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """int32 `[B, N]` edges from the root; -1 for padding."""
+        return self._padded(self._depth, torch.int32)
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """bool `[B, N, N]`: entry (i, j) says that j lies strictly above i."""
+        above = np.zeros((self.batch, self.size, self.size), bool)
+        for b, row in enumerate(self._rows):
+            for i, parent in enumerate(row[1:], 1):
+                above[b, i] = above[b, parent]
+                above[b, i, parent] = True
+        return torch.from_numpy(above).to(self.device)
+
+    @cached_property
+    def heavy_child(self) -> Tensor:
+        """int32 `[B, N]` the child with the largest subtree (the lowest id among equals), -1 for a leaf."""
+        return self._padded(self._heavy_child, torch.int32)
 
     def windows(self, width: int) -> Tensor:
         """Rows that each node's causal window reads, oldest first.
@@ -118,28 +129,28 @@ class Tree:
             root. A padding node reads its own row.
         """
         if width not in self._windows:
-            index = np.empty((self.batch, self.size, width), np.int64)
-            at = np.broadcast_to(np.arange(self.size), self._parent.shape).astype(np.int64)
-            beyond = np.zeros_like(at)  # steps taken above the root
-            for back in range(width):
-                index[:, :, width - 1 - back] = np.where(beyond > 0, width - 1 - beyond, width - 1 + at)
-                above = np.take_along_axis(self._parent, at, 1)
-                beyond += (above < 0) | (beyond > 0)
-                at = np.maximum(above, 0)
-            index[~self._valid] = (np.arange(self.size) + width - 1)[None, :, None].repeat(self.batch, 0)[~self._valid]
-            self._windows[width] = self._tensor(index)
+            whole = []
+            for row in self._rows:
+                seen = [list(range(width))]
+                for i, parent in enumerate(row[1:], 1):
+                    seen.append([*seen[parent][1:], width - 1 + i])
+                seen += [[width - 1 + i] * width for i in range(len(row), self.size)]
+                whole.append(seen)
+            self._windows[width] = torch.tensor(whole, device=self.device)
         return self._windows[width]
 
     def paths(self, node: Tensor) -> Tensor:
         """Node ids from the root down to `node` `[B]`: int32 `[B, N]`, padded with -1."""
-        target = np.array(node.cpu()).reshape(-1, 1, 1)
-        if target.shape[0] != self.batch or ((target < 0) | (target[:, 0] >= self._count[:, None])[..., None]).any():
-            raise ValueError(f"node must name one real node for each of the {self.batch} rows")
-        on_path = np.take_along_axis(self._ancestors, target, 1)[:, 0]
-        on_path[np.arange(self.batch), target[:, 0, 0]] = True
-        ids = np.where(on_path, np.arange(self.size), self.size)
-        ids.sort(1)
-        return self._tensor(np.where(ids == self.size, -1, ids).astype(np.int32))
+        ends = _array(node).reshape(-1).tolist()
+        if len(ends) != self.batch or any(not 0 <= n < c for n, c in zip(ends, self._count, strict=True)):
+            raise ValueError(f"node must name one real node for each of the {self.batch} rows, got {ends}")
+        paths = []
+        for row, end in zip(self._rows, ends, strict=True):
+            path = [end]
+            while row[path[-1]] >= 0:
+                path.append(row[path[-1]])
+            paths.append(path[::-1])
+        return self._padded(paths, torch.int32)
 
     def prune(self, keep: Tensor) -> tuple[Tree, Tensor]:
         """Drop all nodes but those in `keep` (bool `[B, N]`), which must hold the root and every kept node's parent.
@@ -150,120 +161,116 @@ class Tree:
         Raises:
             ValueError: when `keep` is not closed under parents.
         """
-        kept = np.array(keep.cpu(), dtype=bool) & self._valid
-        if kept.shape != self._parent.shape or not kept[:, 0].all():
-            raise ValueError(f"keep must be bool {list(self._parent.shape)} and hold every row's root")
-        inner = kept.copy()
-        inner[:, 0] = False
-        if (inner & ~np.take_along_axis(kept, np.maximum(self._parent, 0), 1)).any():
-            raise ValueError("keep must be ancestor-closed: a kept node's parent was dropped")
-        count = kept.sum(1)
-        size = int(count.max())
-        old = np.argsort(~kept, axis=1, kind="stable")[:, :size]
-        new_id = np.cumsum(kept, 1) - 1
-        parent = np.take_along_axis(new_id, np.maximum(np.take_along_axis(self._parent, old, 1), 0), 1)
-        parent[:, 0] = -1
-        old[np.arange(size) >= count[:, None]] = 0
-        tree = Tree(parent, count)
-        tree.device = self.device
-        return tree, self._tensor(old.astype(np.int64))
+        chosen = _array(keep).astype(bool).tolist()
+        if tuple(keep.shape) != (self.batch, self.size) or not all(row[0] for row in chosen):
+            raise ValueError(f"keep must be bool {[self.batch, self.size]} and hold every row's root")
+        parents, old = [], []
+        for row, kept in zip(self._rows, chosen, strict=True):
+            ids = [i for i in range(len(row)) if kept[i]]
+            place = {i: n for n, i in enumerate(ids)}
+            if any(row[i] not in place for i in ids[1:]):
+                raise ValueError("keep must be ancestor-closed: a kept node's parent was dropped")
+            parents.append([place.get(row[i], -1) for i in ids])
+            old.append(ids)
+        size = max(map(len, old))
+        padded = [row + [-1] * (size - len(row)) for row in parents]
+        tree = Tree(padded, [len(row) for row in parents]).to(self.device)
+        index = torch.tensor([ids + [0] * (size - len(ids)) for ids in old], device=self.device)
+        return tree, index
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The depth-synchronous heavy-light schedule of the whole batch."""
+        by_depth: list[list[int]] = []
+        for b, depths in enumerate(self._depth):
+            for i, depth in enumerate(depths):
+                if depth == len(by_depth):
+                    by_depth.append([])
+                by_depth[depth].append(b * self.size + i)
         levels = []
-        heavy_rank = self._heavy_rank
-        live = np.arange(self.batch)  # flat ids of the states' owners; before depth 0, one start state a row
-        for depth in range(int(self._depth.max()) + 1):
-            b, i = np.nonzero(self._depth == depth)
-            nodes = b * self.size + i
-            if depth == 0:
-                rows = b
-            else:
-                place = np.full(self.batch * self.size, -1)
-                place[live] = np.arange(len(live))
-                rows = place[b * self.size + self._parent[b, i]]
-            has_child = self._heavy_child[b, i] >= 0
-            order = np.lexsort((rows, ~has_child, heavy_rank[b, i]))
-            nodes, rows, has_child = nodes[order], rows[order], has_child[order]
-            inner = np.flatnonzero(has_child)
-            same_place = len(rows) == len(live) and (rows == np.arange(len(live))).all()
-            levels.append(
-                Level(
-                    self._tensor(nodes.astype(np.int64)),
-                    None if same_place else self._tensor(rows.astype(np.int64)),
-                    None if len(inner) == len(nodes) else self._tensor(inner.astype(np.int64)),
-                )
-            )
-            live = nodes[inner]
+        live = {b: b for b in range(self.batch)}  # place of each live state, by the flat id of the node that owns it
+        for depth, nodes in enumerate(by_depth):
+            place = {}
+            for node in nodes:
+                b, i = divmod(node, self.size)
+                place[node] = live[b * self.size + self._rows[b][i]] if depth else live[b]
+            nodes.sort(key=lambda node: (not self._has_child(node), not self._is_heavy(node), place[node]))
+            rows = [place[node] for node in nodes]
+            num_inner = sum(map(self._has_child, nodes))
+            moved = rows != list(range(len(live)))
+            levels.append(Level(self._index(nodes), self._index(rows) if moved else None, num_inner))
+            live = {node: n for n, node in enumerate(nodes[:num_inner])}
         return tuple(levels)
 
     @cached_property
-    def _depth(self) -> np.ndarray:
-        depth = np.full(self._parent.shape, -1, np.int32)
-        depth[:, 0] = 0
-        for i in range(1, self.size):
-            depth[:, i] = np.take_along_axis(depth, np.maximum(self._parent[:, i : i + 1], 0), 1)[:, 0] + 1
-        depth[~self._valid] = -1
-        return depth
+    def order(self) -> Tensor | None:
+        """Flat ids of all real nodes, level by level: int64; None when they lie in memory so."""
+        order = torch.cat([level.nodes for level in self.levels])
+        in_place = self.is_full and torch.equal(order, torch.arange(self.batch * self.size, device=self.device))
+        return None if in_place else order
+
+    def _has_child(self, node: int) -> bool:
+        b, i = divmod(node, self.size)
+        return self._heavy_child[b][i] >= 0
+
+    def _is_heavy(self, node: int) -> bool:
+        b, i = divmod(node, self.size)
+        return i == 0 or self._heavy_child[b][self._rows[b][i]] == i
 
     @cached_property
-    def _ancestors(self) -> np.ndarray:
-        above = np.zeros((self.batch, self.size, self.size), bool)
-        rows = np.arange(self.batch)
-        for i in range(1, self.size):
-            parent = np.maximum(self._parent[:, i], 0)
-            above[:, i] = above[rows, parent]
-            above[rows, i, parent] = True
-        above[~self._valid] = False
-        return above
+    def _depth(self) -> list[list[int]]:
+        depths = []
+        for row in self._rows:
+            depth = [0]
+            for parent in row[1:]:
+                depth.append(depth[parent] + 1)
+            depths.append(depth)
+        return depths
 
     @cached_property
-    def _heavy_child(self) -> np.ndarray:
-        weight = self._ancestors.sum(1) + 1  # size of the subtree below and including each node
-        heavy = np.full(self._parent.shape, -1, np.int32)
-        best = np.zeros(self._parent.shape, np.int64)
-        rows = np.arange(self.batch)
-        for i in range(1, self.size):
-            parent = np.maximum(self._parent[:, i], 0)
-            better = self._valid[:, i] & (weight[:, i] > best[rows, parent])
-            heavy[rows[better], parent[better]] = i
-            best[rows[better], parent[better]] = weight[better, i]
-        return heavy
-
-    @cached_property
-    def _heavy_rank(self) -> np.ndarray:
-        """0 for the root and heavy children, 1 for light ones."""
-        ids = np.arange(self.size)
-        heavy_of_parent = np.take_along_axis(self._heavy_child, np.maximum(self._parent, 0), 1)
-        return ((heavy_of_parent != ids) & (ids > 0)).astype(np.int64)
+    def _heavy_child(self) -> list[list[int]]:
+        whole = []
+        for row in self._rows:
+            weight, heavy, best = [1] * len(row), [-1] * len(row), [0] * len(row)
+            for i in range(len(row) - 1, 0, -1):
+                parent = row[i]
+                weight[parent] += weight[i]
+                if weight[i] >= best[parent]:
+                    heavy[parent], best[parent] = i, weight[i]
+            whole.append(heavy)
+        return whole
 
     @cached_property
     def _windows(self) -> dict[int, Tensor]:
         return {}
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+    def _index(self, ids: list[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.long, device=self.device)
+
+    def _padded(self, rows: list[list[int]], dtype: torch.dtype) -> Tensor:
+        whole = [row + [-1] * (self.size - len(row)) for row in rows]
+        return torch.tensor(whole, dtype=dtype, device=self.device)
 
     def __repr__(self) -> str:
-        return f"Tree(batch={self.batch}, size={self.size}, num_nodes={self._count.tolist()})"
+        return f"Tree(batch={self.batch}, size={self.size}, num_nodes={self._count})"
 
 
-def _real_nodes(parent: np.ndarray, num_nodes: Tensor | np.ndarray | Sequence | None) -> np.ndarray:
-    batch, size = parent.shape
-    if num_nodes is None:
-        real = parent >= 0
-        real[:, 0] = True
-        return np.where(real.all(1), size, np.argmin(real, 1)).astype(np.int32) if _trailing(real) else _fail_padding()
-    count = np.array(num_nodes.cpu() if isinstance(num_nodes, Tensor) else num_nodes)
+def _array(values: Tensor | np.ndarray | Sequence[Any]) -> np.ndarray:
+    return values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _real_nodes(rows: list[list[int]], size: int) -> list[int]:
+    counts = []
+    for row in rows:
+        count = next((i for i in range(1, size) if row[i] == -1), size)
+        if any(above != -1 for above in row[count:]):
+            raise ValueError("padding (-1) must come after all real nodes of its row")
+        counts.append(count)
+    return counts
+
+
+def _checked(num_nodes: Tensor | np.ndarray | Sequence[int], batch: int, size: int) -> list[int]:
+    count = _array(num_nodes)
     if count.shape != (batch,) or count.dtype.kind not in "iu" or (count < 1).any() or (count > size).any():
         raise ValueError(f"num_nodes must be {batch} integers in 1..{size}, got {count.tolist()}")
-    return count.astype(np.int32)
-
-
-def _trailing(real: np.ndarray) -> bool:
-    return not (real[:, 1:] & ~real[:, :-1]).any()
-
-
-def _fail_padding() -> np.ndarray:
-    raise ValueError("padding (-1) must come after all real nodes of its row")
+    return count.tolist()

@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from specla.engine.params import SpeculativeConfig
 
-CHOICES: Sequence[int] = (0, 4, 8, 16)
-MEMORY = 0.9  # weight of the past in the running means
-PROBE_EVERY = 24  # rounds between tries of a choice other than the best, doubled when it keeps losing
-LONGEST_WAIT = 384
+CHOICES = (0, 4, 8, 16)
+MEMORY = 0.9  # weight of the past in the running means, after a round with the same choice
+FADING = 0.97  # and for each round without it
+FIRST_WAIT, LONGEST_WAIT = 24, 384  # rounds between tries of a choice that loses; doubled each time it does
 
 
 class Budget:
     """The number of drafts for the next round.
 
-    With "auto", each choice keeps running means of seconds and tokens a round, and the one with the most tokens a
-    second is taken. Now and then a neighbour of it is tried; a choice that keeps losing is tried ever more rarely, so
-    that a hopeless drafter costs next to nothing.
+    With "auto", each choice keeps running means of tokens and seconds a round, and the one with the most
+    tokens a second is taken. The others are tried now and then, and one that keeps losing ever more rarely,
+    so that a hopeless drafter costs next to nothing.
     """
 
     def __init__(self, config: SpeculativeConfig):
-        self.fixed = config.num_speculative_tokens if isinstance(config.num_speculative_tokens, int) else None
-        self._seconds = dict.fromkeys(CHOICES, 0.0)
+        chosen = config.num_speculative_tokens
+        self.fixed = None if isinstance(chosen, str) else chosen
         self._tokens = dict.fromkeys(CHOICES, 0.0)
-        self._weight = dict.fromkeys(CHOICES, 0.0)
-        self._wait = dict.fromkeys(CHOICES, PROBE_EVERY)
-        self._due = {choice: 4 * n for n, choice in enumerate(reversed(CHOICES))}  # the largest first
-        self._round = 0
-
-    def choose(self) -> int:
-        if self.fixed is not None:
-            return self.fixed
-        due = [choice for choice in CHOICES if self._due[choice] <= self._round and choice != self.best]
-        return due[-1] if due else self.best
+        self._seconds = dict.fromkeys(CHOICES, 0.0)
+        self._last = dict.fromkeys(CHOICES, 0)
+        self._wait = dict.fromkeys(CHOICES, FIRST_WAIT)
+        self._due = {choice: 2 * n for n, choice in enumerate(reversed(CHOICES))}
+        self._round = -1  # the first round warms up and does not count
 
     @property
     def best(self) -> int:
-        """The choice with the most tokens a second so far."""
-        tried = [choice for choice in CHOICES if self._weight[choice] > 0]
-        return max(tried, key=self.rate, default=CHOICES[-1])
+        """The choice with the most tokens a second so far; the largest before any is known."""
+        return max(CHOICES, key=self._rate) if any(self._seconds.values()) else CHOICES[-1]
 
-    def rate(self, choice: int) -> float:
-        return self._tokens[choice] / max(self._seconds[choice], 1e-9)
-
-    def observe(self, choice: int, nodes: int, tokens: float, seconds: float) -> None:
-        """Record a round: its budget, the nodes verified, tokens for each sequence, and how long it took."""
-        self._round += 1
+    def choose(self) -> int:
+        """Drafts for the next round at most."""
         if self.fixed is not None:
+            return self.fixed
+        due = [choice for choice in CHOICES if choice != self.best and self._due[choice] <= self._round]
+        return due[-1] if due else self.best
+
+    def observe(self, choice: int, tokens: float, seconds: float) -> None:
+        """Record a round: its budget, tokens for each sequence, and how long it took."""
+        self._round += 1
+        if self.fixed is not None or self._round == 0:
             return
-        for means, value in ((self._seconds, seconds), (self._tokens, tokens), (self._weight, 1.0)):
-            means[choice] = MEMORY * means[choice] + (1 - MEMORY) * value
+        was_best = choice == self.best
+        old = MEMORY * FADING ** (self._round - self._last[choice] - 1) if self._seconds[choice] else 0.0
+        self._last[choice] = self._round
+        self._tokens[choice] = old * self._tokens[choice] + (1 - old) * tokens
+        self._seconds[choice] = old * self._seconds[choice] + (1 - old) * seconds
         if choice == self.best:
-            self._wait[choice] = PROBE_EVERY
-        elif self._due[choice] <= self._round:
+            self._wait[choice] = FIRST_WAIT
+        elif not was_best or self._due[choice] <= self._round:
             self._due[choice] = self._round + self._wait[choice]
             self._wait[choice] = min(2 * self._wait[choice], LONGEST_WAIT)
+
+    def _rate(self, choice: int) -> float:
+        return self._tokens[choice] / self._seconds[choice] if self._seconds[choice] else 0.0

@@ -122,14 +122,14 @@ class Engine:
         before = sum(s.metrics.num_tokens for s in batch)
         start = time.perf_counter()
         try:
-            nodes = run_round(batch, self.target, self.drafter, self.pool, budget, self.config.verify)
+            run_round(batch, self.target, self.drafter, self.pool, budget, self.config.verify)
         except BaseException:
             for sequence in batch:  # their states are between two rounds
                 sequence.finish_reason = "error"
                 self.release(sequence)
             raise
         tokens = sum(s.metrics.num_tokens for s in batch) - before
-        self.budget.observe(budget, nodes, tokens / len(batch), time.perf_counter() - start)
+        self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
         for sequence in batch:
             if sequence.finish_reason:
                 self.running.remove(sequence)

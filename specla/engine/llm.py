@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,14 @@ import torch
 from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.outputs import CompletionOutput, RequestOutput
-from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
 from specla.engine.sequence import Sequence
 from specla.engine.text import TextStream
-from specla.models.loader import load_target
+from specla.models.loader import load_target, resolve_dtype
 from specla.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "specla-mini"
+DRAFTERS = ("ngram", "none", "synthetic")
 
 Prompt = str | list[int]
 
@@ -47,111 +50,122 @@ class LLM:
         max_num_seqs: int = 8,
         seed: int = 0,
     ):
+        check_integer("max_num_seqs", max_num_seqs, 1, 4096)
+        check_integer("seed", seed, -(2**40), 2**40)
         if isinstance(speculative_config, dict):
             speculative_config = SpeculativeConfig.from_dict(speculative_config)
         self.config = speculative_config or SpeculativeConfig()
+        if not isinstance(self.config, SpeculativeConfig):
+            raise ValueError(
+                f"speculative_config must be a SpeculativeConfig or a dict, got {speculative_config!r}"
+            )
+        drafter = "ngram" if drafter is None else drafter
+        _check_drafter(drafter, self.config)
         self.model_path = BUNDLED_MODEL if model is None else Path(model)
         self.device = resolve_device(device)
-        self.target = load_target(self.model_path, self.device, dtype)
+        self.dtype = resolve_dtype(dtype, self.device)
+        self.target = load_target(self.model_path, self.device, self.dtype)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_path)
-        self.drafter = _make_drafter(drafter or "ngram", self.config, self.target.config.vocab_size, seed)
+        self.drafter = _make_drafter(drafter, self.config, self.target.config.vocab_size, seed)
         self._engine = Engine(self.target, self.drafter, self.config, max_num_seqs, seed)
 
     def generate(
         self, prompts: Prompt | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
     ) -> list[RequestOutput]:
-        """Continue every prompt to its end, in the order given."""
-        params = sampling_params or SamplingParams()
+        """Continue every prompt to its end; the outputs are in the prompts' order.
+
+        Raises:
+            ValueError: for an empty prompt or token ids outside the vocabulary, before anything runs.
+            FloatingPointError: when the target's logits are not finite.
+        """
+        params = _checked(sampling_params)
         requests = [self._encode(prompt) for prompt in _as_list(prompts)]
         references = self._references([ids for _, ids in requests], params)
-        runs = []
+        runs: list[tuple[str | None, Sequence, TextStream]] = []
         try:
             for (text, ids), reference in zip(requests, references, strict=True):
                 runs.append((text, *self._start(ids, params, reference)))
-            while self._engine.has_work:
+            while not all(sequence.finish_reason for _, sequence, _ in runs):
                 self._engine.step()
         finally:
             for _, sequence, _ in runs:
                 self._engine.release(sequence)
         return [_output(text, sequence, stream) for text, sequence, stream in runs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
-        """The output so far, after every round."""
-        params = sampling_params or SamplingParams()
-        text, ids = self._encode(prompt)
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """The output so far, after every round; several streams may take turns.
+
+        Closing the iterator, or dropping it, ends the request and frees its slot.
+        """
+        return self._stream(*self._encode(prompt), _checked(sampling_params))
+
+    def with_drafter(self, drafter: Drafter) -> LLM:
+        """The same target and settings with another drafter and slots of its own."""
+        other = copy.copy(self)
+        other.drafter = drafter
+        engine = self._engine
+        other._engine = Engine(self.target, drafter, self.config, len(engine.pool.length), engine.seed)
+        return other
+
+    def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
         (reference,) = self._references([ids], params)
         sequence, stream = self._start(ids, params, reference)
+        told = len(ids)
         try:
-            while self._engine.has_work and not sequence.finish_reason:
+            while not sequence.finish_reason:
                 self._engine.step()
+                if len(sequence.tokens) > told:  # it may still wait for a slot
+                    told = len(sequence.tokens)
+                    yield _output(text, sequence, stream)
+            if len(sequence.tokens) > told:  # it ended while another stream had its turn
                 yield _output(text, sequence, stream)
         finally:
             self._engine.release(sequence)
 
-    def _start(self, ids: list[int], params: SamplingParams, reference: list[int] | None):
+    def _start(
+        self, ids: list[int], params: SamplingParams, reference: list[int] | None
+    ) -> tuple[Sequence, TextStream]:
         stream = TextStream(self.tokenizer, params.stop_strings)
-        sequence = self._engine.add(ids, params, should_stop=stream.push)
+        sequence = self._engine.add(ids, self._with_eos(params), should_stop=stream.push)
         if reference is not None:
             assert isinstance(self.drafter, SyntheticDrafter)
             self.drafter.references[sequence.key] = reference
         return sequence, stream
 
+    def _with_eos(self, params: SamplingParams) -> SamplingParams:
+        """generation_config.json may name more tokens that end a text than config.json, which the engine knows."""
+        if params.ignore_eos:
+            return params
+        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.tokenizer.eos_token_ids))
+
     def _references(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]] | list[None]:
         """What plain decoding gives, for the synthetic drafter to draft from; None for all others."""
         if not isinstance(self.drafter, SyntheticDrafter):
             return [None] * len(prompts)
-        plain = Engine(
-            self.target, NoDrafter(), SpeculativeConfig(num_speculative_tokens=0), len(self._engine.pool.length),
-            self._engine.seed,
-        )  # fmt: skip
-        plain.num_requests = self._engine.num_requests
-        sequences = [plain.add(ids, params, TextStream(self.tokenizer, params.stop_strings).push) for ids in prompts]
-        while plain.has_work:
-            plain.step()
-        return [sequence.tokens for sequence in sequences]
+        plain = self.with_drafter(NoDrafter())
+        plain._engine.num_requests = self._engine.num_requests
+        return [
+            output.prompt_token_ids + output.outputs[0].token_ids
+            for output in plain.generate(prompts, params)
+        ]
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            if not prompt:
-                raise ValueError("the prompt is empty")
-            return prompt, self.tokenizer.encode(prompt)
-        return None, list(prompt)
+        if not isinstance(prompt, str):
+            return None, list(prompt)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        ids = self.tokenizer.encode(prompt)
+        if not ids:
+            raise ValueError(
+                f"the prompt is empty to this model's tokenizer: it has no tokens for {prompt[:40]!r}"
+            )
+        return prompt, ids
 
 
-def _make_drafter(name: str, config: SpeculativeConfig, vocab_size: int, seed: int) -> Drafter:
-    rate = config.synthetic_acceptance_rate
-    if rate is not None and name != "synthetic":
-        raise ValueError(f"synthetic_acceptance_rate is for drafter synthetic, not {name}")
-    if config.prune_threshold is not None:
-        raise ValueError(f"prune_threshold needs a drafter that gives probabilities, which {name} does not")
-    if name == "none" or (config.max_draft == 0 and name in ("ngram", "synthetic")):
-        return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(config.max_draft, config.num_steps, config.topk)
-    if name == "synthetic":
-        if rate is None:
-            raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
-        return SyntheticDrafter(rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed)
-    raise ValueError(f"drafter must be ngram, none or synthetic, got {name!r}")
-
-
-def _output(prompt: str | None, sequence: Sequence, stream: TextStream) -> RequestOutput:
-    if sequence.finish_reason:
-        stream.finish()
-    text = stream.text if sequence.finish_reason else stream.visible
-    completion = CompletionOutput(text, sequence.output, sequence.finish_reason, list(sequence.from_draft))
-    return RequestOutput(prompt, sequence.tokens[: sequence.prompt_length], [completion], sequence.metrics)
-
-
-def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
-        return [prompts]
-    if isinstance(prompts, list) and all(isinstance(p, (str, list)) for p in prompts):
-        return prompts
-    raise ValueError("prompts must be a str, a list of str, a list of token ids, or a list of such lists")
-
-
-def resolve_device(device: str) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
+    """ "auto" is a CUDA GPU if there is one, else the CPU; ValueError for a device that is not here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -161,5 +175,57 @@ def resolve_device(device: str) -> torch.device:
     if chosen is None or chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be auto, cpu, cuda or cuda:N, got {device!r}")
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but this torch sees no CUDA GPU")
+        raise ValueError(f"device {device} was asked for, but this torch sees no CUDA GPU")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA GPUs"
+        )
     return chosen
+
+
+def _check_drafter(name: str, config: SpeculativeConfig) -> None:
+    if name not in DRAFTERS:
+        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
+    if config.prune_threshold is not None:
+        raise ValueError(f"prune_threshold needs a drafter that gives probabilities, which {name} does not")
+    if config.synthetic_acceptance_rate is not None and name != "synthetic":
+        raise ValueError(f"synthetic_acceptance_rate is for drafter synthetic, not {name}")
+    if config.synthetic_acceptance_rate is None and name == "synthetic":
+        raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
+
+
+def _make_drafter(name: str, config: SpeculativeConfig, vocab_size: int, seed: int) -> Drafter:
+    if name == "none" or config.max_draft == 0:
+        return NoDrafter()
+    if name == "ngram":
+        return NgramDrafter(config.max_draft, config.num_steps, config.topk)
+    assert config.synthetic_acceptance_rate is not None
+    return SyntheticDrafter(
+        config.synthetic_acceptance_rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed
+    )
+
+
+def _output(prompt: str | None, sequence: Sequence, stream: TextStream) -> RequestOutput:
+    if sequence.finish_reason:
+        stream.finish()
+    text = stream.text if sequence.finish_reason else stream.visible
+    completion = CompletionOutput(
+        text, sequence.output, sequence.finish_reason, list(sequence.from_draft), list(stream.pieces)
+    )
+    return RequestOutput(
+        prompt, sequence.tokens[: sequence.prompt_length], [completion], copy.deepcopy(sequence.metrics)
+    )
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+    return params or SamplingParams()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str) or (isinstance(prompts, list) and prompts and isinstance(prompts[0], int)):
+        return [prompts]
+    if isinstance(prompts, list) and all(isinstance(p, (str, list)) for p in prompts):
+        return prompts
+    raise ValueError("prompts must be a str, a list of str, a list of token ids, or a list of such lists")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from specla.accept import accept
 from specla.drafters.base import Drafter, DraftRow
 from specla.engine.sampling import batch_sampling
@@ -14,7 +12,7 @@ from specla.state import StatePool
 
 def run_round(
     sequences: list[Sequence], target: Target, drafter: Drafter, pool: StatePool, budget: int, mode: str
-) -> int:
+) -> None:
     """Advance every sequence by at least one token.
 
     The drafter proposes a tree for each, the target verifies all of them in one pass, the walk from the roots says
@@ -22,20 +20,17 @@ def run_round(
 
     Args:
         budget: drafts for each tree at most; 0 decodes plainly.
-
-    Returns:
-        the nodes of the largest tree.
     """
     slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
     assert len(slots) == len(sequences), "a running sequence has a slot"
 
     rows = [DraftRow(s.key, s.tokens, max(0, min(budget, s.draft_limit))) for s in sequences]
     proposal = drafter.propose(rows)
-    tokens, tree = proposal.tokens, proposal.tree
+    tokens, tree = proposal.tokens.to(pool.device), proposal.tree.to(pool.device)
 
     logits = target.verify(tokens, tree, slots, pool, mode)
 
-    path, num_accepted, bonus = accept(logits, tokens, tree, batch_sampling(sequences, logits.shape[-1]))
+    path, num_accepted, bonus = accept(logits, tokens, tree, batch_sampling(sequences, logits))
 
     taken = []
     drafted = tokens.gather(1, path.long().clamp(min=0)).tolist()
@@ -44,5 +39,4 @@ def run_round(
         taken.append(sequence.extend(drafted[b][1 : 1 + count], int(bonus[b]), proposed[b]))
 
     # the last token taken is the next root: it and what lies beyond stay out of the state
-    pool.accept(slots, path.clamp(min=0), torch.tensor(taken) - 1)
-    return tree.size
+    pool.accept(slots, path.clamp(min=0), [count - 1 for count in taken])

@@ -15,6 +15,7 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str | None  # "stop", "length", or None while it grows
     from_draft: list[bool] = field(default_factory=list)  # for each token: was it an accepted draft?
+    pieces: list[str] = field(default_factory=list)  # for each token: the text that it completed
 
 
 @dataclass

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from specla.ops import MODES
+from specla.modes import MODES
+
+LEAST = 1e-6  # of what must not be 0, in float32 either
 
 
 @dataclass(frozen=True)
@@ -40,20 +42,24 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _number("temperature", self.temperature, 0.0, 100.0)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
-        _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
-        _integer("max_tokens", self.max_tokens, 1)
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, LEAST, 1.0)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, LEAST, 100.0)
+        check_integer("max_tokens", self.max_tokens, 1)
         if self.top_k != -1:
-            _integer("top_k", self.top_k, 1, note=" or -1 (all)")
+            check_integer("top_k", self.top_k, 1, 2**31 - 1, note=" or -1 (all)")
         if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        strings = self.stop_strings
-        if not all(isinstance(s, str) and s for s in strings):
-            raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
+            check_integer("seed", self.seed, -(2**63), 2**63 - 1)
+        stop = self.stop
+        if not (stop is None or isinstance(stop, (str, list, tuple))) or not all(
+            isinstance(s, str) and s for s in self.stop_strings
+        ):
+            raise ValueError(f"stop must be one or several non-empty strings, got {stop!r}")
+        if not isinstance(self.stop_token_ids, (list, tuple)):
+            raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0)
+            check_integer("stop_token_ids", token, 0)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -90,17 +96,17 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.num_speculative_tokens != "auto":
-            _integer("num_speculative_tokens", self.num_speculative_tokens, 0, 255, note=' or "auto"')
-        _integer("num_steps", self.num_steps, 1, 255)
-        _integer("topk", self.topk, 1, 64)
+            check_integer("num_speculative_tokens", self.num_speculative_tokens, 0, 255, note=' or "auto"')
+        check_integer("num_steps", self.num_steps, 1, 255)
+        check_integer("topk", self.topk, 1, 64)
         if self.prune_threshold is not None:
-            _number("prune_threshold", self.prune_threshold, 0.0, float("inf"))
+            check_number("prune_threshold", self.prune_threshold, 0.0, float("inf"))
         if self.verify not in MODES:
             raise ValueError(f"verify must be one of {', '.join(MODES)}, got {self.verify!r}")
         if self.synthetic_acceptance_rate is not None:
             rates = self.synthetic_acceptance_rate
-            for rate in [rates] if isinstance(rates, (int, float)) else rates:
-                _number("synthetic_acceptance_rate", rate, 0.0, 1.0)
+            for rate in rates if isinstance(rates, (list, tuple)) else [rates]:
+                check_number("synthetic_acceptance_rate", rate, 0.0, 1.0)
 
     @property
     def max_draft(self) -> int:
@@ -116,13 +122,16 @@ class SpeculativeConfig:
         return cls(**raw)
 
 
-def _number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """ValueError unless `value` is a number between `low` and `high`, both included."""
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not (low < value if open_low else low <= value) or not value <= high:
-        raise ValueError(f"{name} must be a number in {'(' if open_low else '['}{low:g}, {high:g}], got {value!r}")
+    if not good or not low <= value <= high:
+        raise ValueError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
 
 
-def _integer(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+def check_integer(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> None:
+    """ValueError unless `value` is an integer between `low` and `high`, both included."""
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or value < low or (high is not None and value > high):
         bound = f"of at least {low}" if high is None else f"in {low}..{high}"
         raise ValueError(f"{name} must be an integer {bound}{note}, got {value!r}")

@@ -12,14 +12,15 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = ()):
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder = StreamDecoder(tokenizer, continues=True)
         self._stop = stop
         self.text = ""
         self.stopped = False
-        self._pieces: list[str] = []
+        self.pieces: list[str] = []  # what each token completed; their sum may run past a stop string
 
     def push(self, token: int) -> bool:
         """Take one token; True when it completes a stop string."""
+        self.pieces.append("")
         self._append(self._decoder.push(token))
         return self.stopped
 
@@ -27,11 +28,6 @@ class TextStream:
         """Take what an incomplete last character decodes to."""
         if not self.stopped:
             self._append(self._decoder.finish())
-
-    def take_pieces(self) -> list[str]:
-        """The text that each token pushed since the last call completed, one entry a token."""
-        pieces, self._pieces = self._pieces, []
-        return pieces
 
     @property
     def visible(self) -> str:
@@ -47,4 +43,5 @@ class TextStream:
         hits = [at for s in self._stop if (at := self.text.find(s, searched_from)) >= 0]
         if hits:
             self.text, self.stopped = self.text[: min(hits)], True
-        self._pieces.append(piece)
+        if self.pieces:
+            self.pieces[-1] += piece

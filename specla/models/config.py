@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 MODEL_TYPE = "gated_deltanet"
 GATES = ("swish", "silu", "sigmoid")
+LARGEST = 2**24  # of any size: beyond it a configuration is a mistake, and building it would not end
+MOST_LAYERS = 1024
+UNSUPPORTED = {"attnres_block_size": "attention residuals", "quantization_config": "quantised weights"}
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,28 @@ class AttentionConfig:
         unknown = sorted(set(raw) - known)
         if unknown:
             raise ValueError(f"config.json: unknown attn fields {unknown}, known are {sorted(known)}")
-        if not isinstance(raw.get("layers"), (list, tuple)) or not isinstance(raw.get("num_heads"), int):
-            raise ValueError("config.json: attn needs 'layers' (a list) and 'num_heads' (an integer)")
+        layers = raw.get("layers")
+        if (
+            not isinstance(layers, (list, tuple))
+            or not all(_is_int(i) for i in layers)
+            or "num_heads" not in raw
+        ):
+            raise ValueError(
+                "config.json: attn needs 'layers' (a list of integers) and 'num_heads' (an integer)"
+            )
         values = {key: value for key, value in raw.items() if value is not None}
-        values["layers"] = tuple(raw["layers"])
+        values["layers"] = tuple(layers)
         values.setdefault("num_kv_heads", raw["num_heads"])
         return cls(**values)
+
+    def __post_init__(self) -> None:
+        _check_size("attn num_heads", self.num_heads)
+        _check_size("attn num_kv_heads", self.num_kv_heads)
+        _check_bool("attn qkv_bias", self.qkv_bias)
+        _check_bool("attn qk_norm", self.qk_norm)
+        _check_number("attn rope_theta", self.rope_theta, above=0)
+        if self.window_size is not None:
+            _check_size("attn window_size", self.window_size)
 
 
 @dataclass(frozen=True)
@@ -69,14 +89,39 @@ class GatedDeltaNetConfig:
     attn: tuple[AttentionConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-                raise ValueError(f"config.json: {name} must be a positive integer, got {value!r}")
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "conv_size"):
+            _check_size(name, getattr(self, name))
+        for name in ("num_v_heads", "intermediate_size"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        for name in ("use_gate", "use_short_conv", "conv_bias", "allow_neg_eigval", "tie_word_embeddings"):
+            _check_bool(name, getattr(self, name))
+        for name in ("expand_v", "norm_eps"):
+            _check_number(name, getattr(self, name), above=0)
+        if self.hidden_ratio is not None:
+            _check_number("hidden_ratio", self.hidden_ratio, above=0)
+        if self.num_hidden_layers > MOST_LAYERS:
+            raise ValueError(
+                f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}"
+            )
+        self._check_special("bos_token_id", (self.bos_token_id,))
+        eos = self.eos_token_id
+        self._check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,))
         if self.value_heads % self.num_heads:
-            raise ValueError(f"config.json: num_v_heads {self.num_v_heads} is no multiple of num_heads {self.num_heads}")
-        if self.head_v_dim <= 0 or abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5:
-            raise ValueError(f"config.json: head_dim * expand_v = {self.head_dim * self.expand_v} is not an integer")
+            raise ValueError(
+                f"config.json: num_v_heads {self.num_v_heads} is no multiple of num_heads {self.num_heads}"
+            )
+        _check_size("head_dim * expand_v", self.head_v_dim)
+        if abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5:
+            raise ValueError(
+                f"config.json: head_dim * expand_v = {self.head_dim * self.expand_v} is not an integer"
+            )
+        for name, size in (
+            ("all key heads", self.key_dim),
+            ("all value heads", self.value_dim),
+            ("MLP", self.mlp_dim),
+        ):
+            _check_size(f"the size of {name}", size)
         if self.output_gate_activation not in GATES:
             raise ValueError(
                 f"config.json: output_gate_activation must be one of {', '.join(GATES)}, "
@@ -84,22 +129,24 @@ class GatedDeltaNetConfig:
             )
         if self.hidden_act not in ("swish", "silu"):
             raise ValueError(f"config.json: hidden_act must be swish or silu, got {self.hidden_act!r}")
-        if self.use_short_conv and self.conv_size < 1:
-            raise ValueError(f"config.json: conv_size must be at least 1, got {self.conv_size}")
-        if self.intermediate_size is None and self.hidden_ratio is None:
-            raise ValueError("config.json: one of intermediate_size and hidden_ratio is needed")
-        claimed: set[int] = set()
+        claimed = [layer for spec in self.attn for layer in spec.layers]
+        bad = [i for i in claimed if not 0 <= i < self.num_hidden_layers or claimed.count(i) > 1]
+        if bad:
+            raise ValueError(f"config.json: attn layers {bad} are out of range or named twice")
         for spec in self.attn:
-            bad = [i for i in spec.layers if not 0 <= i < self.num_hidden_layers or i in claimed]
-            if bad:
-                raise ValueError(f"config.json: attn layers {bad} are out of range or named twice")
-            claimed.update(spec.layers)
             if self.hidden_size % spec.num_heads or spec.num_heads % spec.num_kv_heads:
-                raise ValueError("config.json: attn num_heads must divide hidden_size and num_kv_heads divide num_heads")
+                raise ValueError(
+                    "config.json: attn num_heads must divide hidden_size and num_kv_heads divide num_heads"
+                )
             if (self.hidden_size // spec.num_heads) % 2:
                 raise ValueError("config.json: attn head size must be even for rotary positions")
-            if spec.window_size is not None and spec.window_size <= 0:
-                raise ValueError(f"config.json: attn window_size must be positive, got {spec.window_size}")
+
+    def _check_special(self, name: str, ids: tuple[Any, ...]) -> None:
+        for token in ids:
+            if token is not None and not (_is_int(token) and 0 <= token < self.vocab_size):
+                raise ValueError(
+                    f"config.json: {name} must be null or in 0..{self.vocab_size - 1}, got {token!r}"
+                )
 
     @property
     def value_heads(self) -> int:
@@ -119,11 +166,11 @@ class GatedDeltaNetConfig:
 
     @property
     def mlp_dim(self) -> int:
-        """`intermediate_size`, or two thirds of `hidden_size * hidden_ratio` rounded up to a multiple of 256."""
+        """`intermediate_size`, or two thirds of `hidden_size * hidden_ratio` (4 if null) rounded up to 256s."""
         if self.intermediate_size is not None:
             return self.intermediate_size
-        assert self.hidden_ratio is not None
-        return -(-int(self.hidden_size * self.hidden_ratio * 2 / 3) // 256) * 256
+        ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
+        return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
 
     @property
     def window(self) -> int:
@@ -140,12 +187,16 @@ class GatedDeltaNetConfig:
         model_type = raw.get("model_type")
         if model_type != MODEL_TYPE:
             raise ValueError(f"model_type {model_type!r} is not supported; supported is {MODEL_TYPE!r}")
-        if raw.get("attnres_block_size") is not None:
-            raise ValueError("config.json: attnres_block_size (attention residuals) is not supported")
+        for name, what in UNSUPPORTED.items():
+            if raw.get(name) is not None:
+                raise ValueError(f"config.json: {name} ({what}) is not supported")
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in raw.items() if key in known and key != "attn"}
-        attn = raw.get("attn") or []
-        values["attn"] = tuple(AttentionConfig.from_dict(a) for a in ([attn] if isinstance(attn, Mapping) else attn))
+        attn = [] if raw.get("attn") is None else raw["attn"]
+        specs = [attn] if isinstance(attn, Mapping) else attn
+        if not isinstance(specs, list) or not all(isinstance(spec, Mapping) for spec in specs):
+            raise ValueError(f"config.json: attn must be null, an object or a list of objects, got {attn!r}")
+        values["attn"] = tuple(AttentionConfig.from_dict(spec) for spec in specs)
         if isinstance(values.get("eos_token_id"), list):
             values["eos_token_id"] = tuple(values["eos_token_id"])
         return cls(**values)
@@ -157,3 +208,22 @@ class GatedDeltaNetConfig:
         eos = raw["eos_token_id"]
         raw["eos_token_id"] = list(eos) if isinstance(eos, tuple) else eos
         return {"architectures": ["GatedDeltaNetForCausalLM"], "model_type": MODEL_TYPE, **raw}
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not _is_int(value) or not 0 < value <= LARGEST:
+        raise ValueError(f"config.json: {name} must be an integer in 1..{LARGEST}, got {value!r}")
+
+
+def _check_number(name: str, value: Any, above: float) -> None:
+    if not (_is_int(value) or isinstance(value, float)) or not above < value < math.inf or value > 2.0**64:
+        raise ValueError(f"config.json: {name} must be a finite number above {above:g}, got {value!r}")
+
+
+def _check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"config.json: {name} must be true or false, got {value!r}")

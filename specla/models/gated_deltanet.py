@@ -214,6 +214,4 @@ class GatedDeltaNet(nn.Module):
         which of them to keep.
         """
         past = Verification(pool, slots, tree, mode)
-        logits = self.logits(self(tokens, past))
-        past.close()
-        return logits
+        return self.logits(self(tokens, past))

@@ -6,7 +6,7 @@ Weights come from safetensors only, and nothing in a checkpoint is executed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.gated_deltanet import DeltaMixer, GatedDeltaNet
+from specla.models.gated_deltanet import AttentionMixer, DeltaMixer, GatedDeltaNet
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def load_target(directory: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"):
+def load_target(
+    directory: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
+) -> GatedDeltaNet:
     """Load a checkpoint directory as a target.
 
     Args:
@@ -30,24 +34,30 @@ def load_target(directory: str | Path, device: str | torch.device = "cpu", dtype
         ValueError: in one line, when the directory, the configuration or the weights do not fit.
     """
     directory, device = Path(directory), torch.device(device)
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
-    config = GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
+    config = read_config(directory)
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
         model = GatedDeltaNet(config)
     sources = parameter_sources(model)
-    weights = _read_weights(directory, sources, tied=config.tie_word_embeddings)
+    weights = _read_weights(directory, config, {part for parts in sources.values() for part in parts})
     exact = torch.float64 if work == torch.float64 else torch.float32
     state = {}
     for name, parts in sources.items():
-        pieces = [weights[part].reshape(weights[part].shape[0], *weights[part].shape[2:]) if "conv1d.weight" in part
-                  else weights[part] for part in parts]  # fmt: skip
-        joined = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        rows = [weights.pop(part) for part in parts]
+        joined = torch.cat([row.flatten(1) if row.dim() == 3 else row for row in rows])
         is_matrix = joined.dim() == 2 and not name.endswith("conv_weight")
-        state[name] = joined.to(device=device, dtype=work if is_matrix else exact).contiguous()
+        # joined is a copy: weights must not change when their file does
+        state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
     model.load_state_dict(state, assign=True)
     return model.requires_grad_(False).eval()
+
+
+def read_config(directory: str | Path) -> GatedDeltaNetConfig:
+    """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
+    return GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
 
 
 def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -72,12 +82,17 @@ def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype 
     raw = dict(config.to_dict(), dtype=str(dtype).removeprefix("torch."))
     (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
     (directory / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of the matrix weights. "auto" is bfloat16 where the device multiplies it natively, else float32."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+    names = {
+        "float32": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "float64": torch.float64,
+    }
     names |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" or _cpu_multiplies_bf16() else torch.float32
@@ -113,6 +128,7 @@ def parameter_sources(model: GatedDeltaNet) -> dict[str, list[str]]:
                 if getattr(layer.attn, f"conv_{leaf}") is not None:
                     names[f"{ours}.attn.conv_{leaf}"] = [f"{theirs}.attn.{x}_conv1d.{leaf}" for x in "qkv"]
         else:
+            assert isinstance(layer.attn, AttentionMixer)
             names[f"{ours}.attn.qkv_proj.weight"] = [f"{theirs}.attn.{x}_proj.weight" for x in "qkv"]
             if layer.attn.qkv_bias is not None:
                 names[f"{ours}.attn.qkv_bias"] = [f"{theirs}.attn.{x}_proj.bias" for x in "qkv"]
@@ -145,7 +161,11 @@ def checkpoint_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]
             layer |= {f"attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
             layer |= {f"attn.{x}_conv1d.weight": (rows[x], 1, config.conv_size) for x in "qkv"}
             layer |= {f"attn.{x}_conv1d.bias": (rows[x],) for x in "qkv"}
-            layer |= {"attn.A_log": (heads,), "attn.dt_bias": (heads,), "attn.o_norm.weight": (config.head_v_dim,)}
+            layer |= {
+                "attn.A_log": (heads,),
+                "attn.dt_bias": (heads,),
+                "attn.o_norm.weight": (config.head_v_dim,),
+            }
             layer |= {"attn.o_proj.weight": (hidden, value)}
         else:
             head_dim = hidden // spec.num_heads
@@ -164,32 +184,35 @@ def read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{path.parent} has no {path.name}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path} does not hold a JSON object")
     return raw
 
 
-def _read_weights(directory: Path, sources: Mapping[str, list[str]], tied: bool) -> dict[str, Tensor]:
-    config = GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
-    expected = {part for parts in sources.values() for part in parts}
+def _read_weights(directory: Path, config: GatedDeltaNetConfig, expected: set[str]) -> dict[str, Tensor]:
     shapes = checkpoint_shapes(config)
     weights: dict[str, Tensor] = {}
+    stored: set[str] = set()
     for file, name, tensor in _stored_tensors(directory):
-        if name in weights:
-            raise ValueError(f"{file.name}: {name} is stored twice")
-        if tied and name == "lm_head.weight":
+        if name in stored:
+            raise ValueError(f"{file}: {name} is stored twice")
+        stored.add(name)
+        if name not in expected:
             continue
-        if name in expected:
-            if tuple(tensor.shape) != shapes[name]:
-                raise ValueError(
-                    f"{file.name}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
-                )
-            if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-                raise ValueError(f"{file.name}: {name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16")
+        if tuple(tensor.shape) != shapes[name]:
+            raise ValueError(
+                f"{file}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
+            )
+        if tensor.dtype not in STORED_DTYPES:
+            raise ValueError(
+                f"{file}: {name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
+            )
         weights[name] = tensor
-    missing, unexpected = sorted(expected - set(weights)), sorted(set(weights) - expected)
+    if config.tie_word_embeddings:
+        stored.discard("lm_head.weight")
+    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
     if missing or unexpected:
         told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
                 for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
@@ -200,33 +223,41 @@ def _read_weights(directory: Path, sources: Mapping[str, list[str]], tied: bool)
 def _stored_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
     from safetensors import SafetensorError, safe_open
 
-    index = directory / "model.safetensors.index.json"
-    if index.exists():
-        listed = read_json(index).get("weight_map")
-        if not isinstance(listed, dict):
-            raise ValueError(f"{index} has no weight_map")
-        files = sorted({str(name) for name in listed.values()})
-        outside = [name for name in files if Path(name).name != name]
-        if outside:
-            raise ValueError(f"{index} names a file outside the directory: {outside[0]}")
-    elif (directory / "model.safetensors").exists():
-        files = ["model.safetensors"]
-    else:
-        pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
-        if pickles:
-            raise ValueError(f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: "
-                             "convert them to safetensors")  # fmt: skip
-        raise ValueError(f"{directory} has no model.safetensors and no model.safetensors.index.json")
-    for name in files:
-        path = directory / name
-        if not path.exists():
-            raise ValueError(f"{directory} lacks {name}, which its index names")
+    for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as stored:
                 for key in stored.keys():  # noqa: SIM118 (not a dict)
                     yield path, key, stored.get_tensor(key)
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (directory / SINGLE).exists():
+        return [directory / SINGLE]
+    index = directory / INDEX
+    if not index.exists():
+        pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
+        if pickles:
+            raise ValueError(f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: "
+                             "convert them to safetensors")  # fmt: skip
+        raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}")
+    listed = read_json(index).get("weight_map")
+    if (
+        not isinstance(listed, dict)
+        or not listed
+        or not all(isinstance(name, str) for name in listed.values())
+    ):
+        raise ValueError(f"{index} has no weight_map from tensors to files")
+    files = sorted(set(listed.values()))
+    for name in files:
+        if Path(name).name != name or name == "..":
+            raise ValueError(f"{index} names a file outside the directory: {name}")
+        if not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names {name}, but only safetensors files are ever loaded")
+        if not (directory / name).exists():
+            raise ValueError(f"{directory} lacks {name}, which its index names")
+    return [directory / name for name in files]
 
 
 def _cpu_multiplies_bf16() -> bool:

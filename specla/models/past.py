@@ -5,22 +5,27 @@ Each class answers the three questions that a layer asks: its short convolution,
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from specla.ops import chunk_gated_delta, gated_delta_verify, tree_conv
+from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
+from specla.ops.conv import convolve
 from specla.ops.elementwise import silu
-from specla.state import AttentionState, RecurrentState, StatePool
+from specla.ops.verify import verify
+from specla.state import AttentionState, RecurrentLayer, StatePool
 from specla.tree import Tree
 
 
 class Past(Protocol):
     """What a layer sees of the tokens before its own; `layer` is the layer's index."""
 
-    positions: Tensor  # int64 [B, T]
+    @property
+    def positions(self) -> Tensor:
+        """Absolute position of each token, int64 `[B, T]`."""
 
     def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """SiLU of the causal convolution: x `[B, T, D]`, weight `[D, W]`."""
@@ -54,7 +59,7 @@ class Prefill:
     """The next stretch of one slot's prompt; the state is committed, no factors are kept."""
 
     def __init__(self, pool: StatePool, slot: int, length: int):
-        assert int(pool.count[slot]) == 0, "flush the slot before a prefill"
+        assert pool.count[slot] == 0, "flush the slot before a prefill"
         self.pool, self.slot = pool, slot
         self.start = pool.length[slot]
         self.positions = torch.arange(self.start, self.start + length, device=pool.device)[None]
@@ -91,46 +96,37 @@ class Verification:
 
     def __init__(self, pool: StatePool, slots: list[int], tree: Tree, mode: str):
         assert tree.size <= pool.max_nodes, f"a tree of {tree.size} nodes in an envelope of {pool.max_nodes}"
+        pool.flush(slots)
         self.pool, self.slots, self.tree, self.mode = pool, slots, tree, mode
-        self.index = torch.tensor(slots, device=pool.device)
-        self.lengths = pool.positions(slots)
-        self.positions = torch.tensor(self.lengths, device=pool.device)[:, None] + tree.depth.clamp(min=0)
+        self.rows = pool.rows(slots)
+        self.lengths = [pool.length[slot] for slot in slots]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        return torch.tensor(self.lengths, device=self.pool.device)[:, None] + self.tree.depth.clamp(min=0)
 
     def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentState)
-        _, pending = self.pool.pending(state, self.index)
-        y = tree_conv(
-            x, self.tree, weight, bias, conv_state=state.conv_state, state_indices=self.index, pending=pending
-        )
-        state.conv_inputs[self.index, : self.tree.size] = x.to(state.conv_inputs.dtype)
-        return y
+        assert isinstance(state, RecurrentLayer)
+        state.conv_inputs[self.rows, : self.tree.size] = x
+        return convolve(x, self.tree, weight, bias, state.conv_state[self.rows])
 
     def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentState)
-        pending, _ = self.pool.pending(state, self.index)
-        o, factors = gated_delta_verify(
-            q, k, v, g, beta, self.tree, state=state.state, state_indices=self.index, pending=pending,
-            mode=self.mode, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
+        assert isinstance(state, RecurrentLayer)
+        o, factors = verify(q, k, v, g, beta, self.tree, state.state[self.rows], None, self.mode, True)
         for bank, new in zip(state.factors, factors, strict=True):
-            bank[self.index, : self.tree.size] = new
+            bank[self.rows, : self.tree.size] = new
         return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        cache = self.pool.layers[layer]
-        assert isinstance(cache, AttentionState)
-        before = [self.pool.length[slot] for slot in self.slots]
-        cache.commit(self.index, self.pool.path[self.index], self.pool.count[self.index], before)
-        cache.nodes[:, self.index, : self.tree.size] = torch.stack([k, v]).to(cache.nodes.dtype)
+        state = self.pool.layers[layer]
+        assert isinstance(state, AttentionState)
+        state.nodes[:, self.rows, : self.tree.size] = torch.stack([k, v])
         return tree_attention(
-            q, k, v, self.tree, keys=cache.cache[0], values=cache.cache[1], slots=self.slots,
-            lengths=self.lengths, window=window,
+            q, k, v, self.tree, keys=state.cache[0], values=state.cache[1], slots=self.slots, lengths=self.lengths,
+            window=window,
         )  # fmt: skip
-
-    def close(self) -> None:
-        self.pool.mark_committed(self.slots)
 
 
 def _causal_conv(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

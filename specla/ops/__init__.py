@@ -3,7 +3,8 @@
 from specla.ops.chunk import chunk_gated_delta
 from specla.ops.conv import conv_commit, tree_conv
 from specla.ops.factors import Factors, Pending, PendingConv
-from specla.ops.verify import MODES, gated_delta_commit, gated_delta_verify
+from specla.ops.modes import MODES
+from specla.ops.verify import gated_delta_commit, gated_delta_verify
 
 __all__ = [
     "MODES",

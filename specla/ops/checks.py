@@ -36,3 +36,22 @@ def select_rows(state_indices: Tensor | None, batch: int, state: Tensor) -> tupl
     if real == list(range(real[0], real[0] + batch)):
         return slice(real[0], real[0] + batch), None
     return state_indices.long().to(state.device), None
+
+
+def check_path(path: Tensor, count: Tensor, batch: int, nodes: int) -> None:
+    """Raise ValueError unless the first `count` `[B]` entries of `path` `[B, D]` name nodes."""
+    for name, x in (("path", path), ("num_accepted", count)):
+        require(not x.is_floating_point() and x.dtype != torch.bool, f"{name} must hold integers, got {x.dtype}")
+    require(path.dim() == 2 and path.shape[0] == batch, f"path must be [B={batch}, D], got {list(path.shape)}")
+    require(count.shape == (batch,), f"num_accepted must be [B={batch}], got {list(count.shape)}")
+    if batch == 0:
+        return
+    require(
+        int(count.min()) >= 0 and int(count.max()) <= path.shape[1],
+        f"num_accepted must be in -1..{path.shape[1] - 1} for a path of {path.shape[1]}, got {(count - 1).tolist()}",
+    )
+    used = path[torch.arange(path.shape[1], device=path.device) < count[:, None]]
+    require(
+        used.numel() == 0 or bool(((used >= 0) & (used < nodes)).all()),
+        f"path must name nodes 0..{nodes - 1} where it is committed, got {path.tolist()}",
+    )

@@ -41,6 +41,14 @@ def chunk_gated_delta(
     require(v.shape[:2] == q.shape[:2] and v.shape[2] % q.shape[2] == 0, f"v must be [B, T, HV, V], got {list(v.shape)}")
     require(beta.shape == v.shape[:3], f"beta must be {list(v.shape[:3])}, got {list(beta.shape)}")
     require(g is None or g.shape == v.shape[:3], f"g must be {list(v.shape[:3])}")
+    named = {"q": q, "k": k, "beta": beta} | ({} if g is None else {"g": g})
+    for name, x in (named | ({} if initial_state is None else {"initial_state": initial_state})).items():
+        require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+        require(x.device == v.device, f"{name} is on {x.device}, v on {v.device}")
+    require(
+        initial_state is None or initial_state.dtype in (torch.float32, torch.float64),
+        "initial_state must be float32 or float64",
+    )
     batch, length, heads, value_dim = v.shape
     if initial_state is not None:
         work = initial_state.dtype

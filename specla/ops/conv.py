@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specla.ops.checks import require, select_rows
+from specla.ops.checks import check_path, require, select_rows
 from specla.ops.elementwise import silu
 from specla.ops.factors import PendingConv
 from specla.tree import Tree
@@ -35,25 +35,32 @@ def tree_conv(
         activation: "silu" or None.
 
     Returns:
-        `[B, N, D]`; zero in padding rows, unspecified at padding nodes.
+        `[B, N, D]` in x's dtype; zero in padding rows, unspecified at padding nodes.
 
     Raises:
-        ValueError: on shapes or an activation that it does not support.
+        ValueError: on shapes, dtypes, devices or an activation that it does not support.
     """
     require(activation in ("silu", None), f"activation must be 'silu' or None, got {activation!r}")
-    require(x.dim() == 3 and x.shape[:2] == (tree.batch, tree.size), f"x must be [{tree.batch}, {tree.size}, D]")
-    width = weight.shape[-1]
-    require(weight.shape == (x.shape[2], width), f"weight must be [D={x.shape[2]}, W], got {list(weight.shape)}")
-    _check_state(conv_state, x.shape[2], width)
-    slots, rows = select_rows(state_indices, x.shape[0], conv_state)
+    require(
+        x.dim() == 3 and x.shape[:2] == (tree.batch, tree.size),
+        f"x must be [B={tree.batch}, N={tree.size}, D] as the tree has it, got {list(x.shape)}",
+    )
+    require(weight.dim() == 2 and weight.shape[0] == x.shape[2], f"weight must be [D={x.shape[2]}, W]")
+    require(bias is None or bias.shape == (x.shape[2],), f"bias must be [D={x.shape[2]}]")
+    _check_state(conv_state, x.shape[2], weight.shape[1] - 1)
+    for name, y in (("x", x), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
+        require(y.is_floating_point(), f"{name} must be floating point, got {y.dtype}")
+        require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
     if pending is not None:
         conv_commit(conv_state, pending[0], pending[1], pending[2] - 1, state_indices=state_indices)
-    if rows is not None:
-        y = torch.zeros_like(x)
-        if len(rows):
-            y[rows] = _windows(x[rows], tree.windows(width)[rows], weight, bias, conv_state[slots], activation)
-        return y
-    return _windows(x, tree.windows(width), weight, bias, conv_state[slots], activation)
+    slots, rows = select_rows(state_indices, x.shape[0], conv_state)
+    if rows is None:
+        return convolve(x, tree, weight, bias, conv_state[slots], activation)
+    y = torch.zeros_like(x)
+    if len(rows):
+        some = Tree(tree.parent[rows], tree.num_nodes[rows])
+        y[rows] = convolve(x[rows], some, weight, bias, conv_state[slots], activation)
+    return y
 
 
 def conv_commit(
@@ -65,40 +72,56 @@ def conv_commit(
         x: raw inputs of the verified nodes `[B, M, D]`.
         path: `[B, P]` node ids from the root down; num_accepted: `[B]` drafts, so 1 + num_accepted inputs move
             (-1: none).
+
+    Raises:
+        ValueError: as `tree_conv`.
     """
-    keep = conv_state.shape[-1]
+    require(x.dim() == 3 and x.is_floating_point(), f"x must be floating point [B, M, D], got {list(x.shape)}")
+    _check_state(conv_state, x.shape[2], conv_state.shape[-1])
+    for name, y in (("x", x), ("path", path), ("num_accepted", num_accepted)):
+        require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
+    require(not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}")
+    check_path(path, num_accepted + 1, x.shape[0], x.shape[1])
     slots, rows = select_rows(state_indices, x.shape[0], conv_state)
     if rows is not None:
         x, path, num_accepted = x[rows], path[rows], num_accepted[rows]
-    if keep == 0 or x.shape[0] == 0:
-        return
-    require(path.dim() == 2 and path.shape[0] == x.shape[0], f"path must be [{x.shape[0]}, P]")
-    history = conv_state[slots].transpose(1, 2)
-    at = torch.arange(keep, device=x.device) + num_accepted[:, None].long() + 1  # position in [history, path]
-    node = path.long().clamp(min=0).gather(1, (at - keep).clamp(0, path.shape[1] - 1)) + keep
-    index = torch.where(at < keep, at, node)
-    joined = torch.cat([history, x.to(history.dtype)], 1)
-    batch = torch.arange(x.shape[0], device=x.device)[:, None]
-    conv_state[slots] = joined[batch, index].transpose(1, 2)
+    if x.shape[0] and conv_state.shape[-1]:
+        conv_state[slots] = shift(conv_state[slots], x, path.long(), num_accepted + 1)
 
 
-def _windows(
-    x: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None, history: Tensor, activation: str | None
+def convolve(
+    x: Tensor, tree: Tree, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None = "silu"
 ) -> Tensor:
-    joined = torch.cat([history.transpose(1, 2), x.to(history.dtype)], 1)
-    offset = torch.arange(x.shape[0], device=x.device)[:, None] * joined.shape[1]
-    flat = joined.flatten(0, 1)
-    y = None
-    for w in range(weight.shape[1]):
-        tap = flat[windows[:, :, w] + offset] * weight[:, w]
-        y = tap if y is None else y + tap
-    assert y is not None
+    """`tree_conv` without checks and slots: `window` is `[B, D, W - 1]`, one row a tree."""
+    width = weight.shape[1]
+    joined = torch.cat([window.transpose(1, 2), x.to(window.dtype)], 1)
+    if tree.is_chain:  # a view; past the end of a shorter chain lies padding
+        taps = joined.unfold(1, width, 1).transpose(2, 3)  # [B, N, W, D]
+    else:
+        rows = torch.arange(x.shape[0], device=x.device)[:, None, None]
+        taps = joined[rows, tree.windows(width)]
+    y = (taps * weight.t()).sum(2)
     y = y if bias is None else y + bias
     return (silu(y) if activation == "silu" else y).to(x.dtype)
 
 
-def _check_state(conv_state: Tensor, channels: int, width: int) -> None:
+def shift(window: Tensor, x: Tensor, path: Tensor, count: Tensor) -> Tensor:
+    """The window `[B, D, W - 1]` after `count` `[B]` nodes of `path` `[B, P]`; x `[B, M, D]`.
+
+    Leading dimensions before B (layers) may stand in front of window and x.
+    """
+    keep = window.shape[-1]
+    at = torch.arange(keep, device=x.device) + count[:, None]  # position in [window, path]
+    node = path.clamp(min=0).gather(1, (at - keep).clamp(0, path.shape[1] - 1)) + keep
+    index = torch.where(at < keep, at, node)
+    joined = torch.cat([window.transpose(-1, -2), x.to(window.dtype)], -2)
+    rows = torch.arange(path.shape[0], device=x.device)[:, None]
+    return joined[..., rows, index, :].transpose(-1, -2)
+
+
+def _check_state(conv_state: Tensor, channels: int, keep: int) -> None:
     require(
-        conv_state.dim() == 3 and conv_state.shape[1:] == (channels, width - 1),
-        f"conv_state must be [slots, D={channels}, W-1={width - 1}], got {list(conv_state.shape)}",
+        conv_state.dim() == 3 and conv_state.shape[1:] == (channels, keep) and conv_state.is_floating_point(),
+        f"conv_state must be floating point [slots, D={channels}, W-1={keep}], "
+        f"got {list(conv_state.shape)} {conv_state.dtype}",
     )

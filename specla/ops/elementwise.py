@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    return 1.0 / (1.0 + torch.exp(-x))
+    return torch.reciprocal(1.0 + torch.exp(-x))
 
 
 def silu(x: Tensor) -> Tensor:
@@ -26,9 +26,9 @@ def softplus(x: Tensor) -> Tensor:
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(sum(x^2) + eps)` over the last dimension."""
-    return x * (1.0 / torch.sqrt((x * x).sum(-1, keepdim=True) + eps))
+    return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
-    return x * (1.0 / torch.sqrt((x * x).mean(-1, keepdim=True) + eps)) * weight
+    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32
+LEAST_BF16 = 4  # fewer rows of bfloat16 take longer than four
 
 
 def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -20,19 +21,22 @@ def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     `weight` is `[out, in]`; `weight @ x.T` is the faster orientation on a CPU and costs the same up to 16 rows.
     """
-    flat = x.reshape(-1, x.shape[-1])
     if x.device.type != "cpu":
         return torch.nn.functional.linear(x, weight)
+    flat = x.reshape(-1, x.shape[-1])
     least = least_rows(weight.shape[0], weight.shape[1], weight.dtype)
-    blocks = [_fixed(block, weight, least) for block in flat.split(BLOCK)]
-    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
-    return out.reshape(*x.shape[:-1], weight.shape[0])
+    if flat.shape[0] <= BLOCK:
+        out = _fixed(flat, weight, least)
+    else:
+        out = torch.cat([_fixed(block, weight, least) for block in flat.split(BLOCK)])
+    return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def _fixed(x: Tensor, weight: Tensor, least: int) -> Tensor:
     rows = x.shape[0]
-    if rows < least:
-        x = torch.nn.functional.pad(x, (0, 0, 0, least - rows))
+    if rows >= least:
+        return (weight @ x.t()).t().contiguous()
+    x = torch.nn.functional.pad(x, (0, 0, 0, least - rows))
     return (weight @ x.t()).t()[:rows].contiguous()
 
 
@@ -58,4 +62,4 @@ def least_rows(out_features: int, in_features: int, dtype: torch.dtype) -> int:
             "bit-exact verification is impossible with it, try another dtype"
         )
     disagree = [rows for rows in range(1, BLOCK) if not agrees(rows, 1)]
-    return max(disagree, default=0) + 1
+    return max([rows + 1 for rows in disagree], default=LEAST_BF16 if dtype == torch.bfloat16 else 1)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from specla.ops import torch as modes
-from specla.ops.checks import require, select_rows
+from specla.ops.checks import check_path, require, select_rows
 from specla.ops.elementwise import l2norm
 from specla.ops.factors import Factors, Pending
+from specla.ops.modes import MODES
 from specla.tree import Tree
-
-MODES = ("auto", "serial", "parallel", "hybrid")
 
 
 def gated_delta_verify(
@@ -56,36 +57,20 @@ def gated_delta_verify(
         _check_pending(pending, state, q.shape[0])
     slots, rows = select_rows(state_indices, q.shape[0], state)
     if rows is not None:
-        return _without_padding_rows(
-            rows, q, k, v, g, beta, tree, state, state_indices, pending, scale, mode, use_qk_l2norm_in_kernel
-        )
-    if pending is not None:
-        committed = modes.commit(state[slots], pending.factors, pending.path, pending.count)
-        if not isinstance(slots, slice):
-            state[slots] = committed
-    # padding may hold anything, NaN included
-    if not bool(tree.valid.all()):
-        pad = ~tree.valid[..., None]
-        q, k, v = (x.masked_fill(pad[..., None], 0) for x in (q, k, v))
-        beta = beta.masked_fill(pad, 0)
-        g = None if g is None else g.masked_fill(pad, 0)
-    work = state.dtype
-    q, k = q.to(work), k.to(work)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    keys = k
-    groups = v.shape[2] // k.shape[2]
-    if groups > 1:
-        q, k = q.repeat_interleave(groups, 2), k.repeat_interleave(groups, 2)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    v_work, beta, g = v.to(work), beta.to(work), None if g is None else g.to(work)
-    if mode == "parallel":
-        o, d = modes.parallel(q, k, v_work, g, beta, state[slots], tree)
-    else:
-        decay = None if g is None else torch.exp(g)
-        run = modes.serial if mode == "serial" else modes.hybrid
-        o, d = run(q, k, v_work, decay, beta, state[slots].clone(), tree)
-    return o.to(v.dtype), Factors(keys, d, torch.zeros_like(beta) if g is None else g)
+        if pending is not None:
+            factors = Factors(*(x[rows] for x in pending.factors))
+            pending = Pending(factors, pending.path[rows], pending.count[rows])
+        part = None
+        if len(rows):
+            some = Tree(tree.parent[rows], tree.num_nodes[rows])
+            q_r, k_r, v_r, beta_r = (x[rows] for x in (q, k, v, beta))
+            g_r = None if g is None else g[rows]
+            _commit(state, slots, pending)
+            part = verify(q_r, k_r, v_r, g_r, beta_r, some, state[slots], scale, mode, use_qk_l2norm_in_kernel)
+        return _between_padding(part, rows, k, v, beta, state.dtype)
+    _commit(state, slots, pending)
+    o, factors = verify(q, k, v, g, beta, tree, state[slots], scale, mode, use_qk_l2norm_in_kernel)
+    return o, Factors(*(x.contiguous() for x in factors))  # views would keep more alive than the factors
 
 
 def gated_delta_commit(
@@ -99,36 +84,74 @@ def gated_delta_commit(
         path: `[B, D]` node ids from the root (always 0) down, -1 padded; ids ascend, with gaps.
         num_accepted: `[B]` accepted drafts, so 1 + num_accepted nodes are committed; -1 commits nothing.
         state_indices: slot of each row `[B]`, -1 for a padding row.
+
+    Raises:
+        ValueError: as `gated_delta_verify`.
     """
-    count = num_accepted + 1
-    pending = Pending(factors, path, count)
     _check_state(state)
+    require(not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}")
+    pending = Pending(factors, path, num_accepted + 1)
     _check_pending(pending, state, path.shape[0])
     slots, rows = select_rows(state_indices, path.shape[0], state)
     if rows is not None:
-        factors, path, count = Factors(*(x[rows] for x in factors)), path[rows], count[rows]
-    committed = modes.commit(state[slots], factors, path, count)
-    if not isinstance(slots, slice):
-        state[slots] = committed
+        pending = Pending(Factors(*(x[rows] for x in factors)), path[rows], pending.count[rows])
+    _commit(state, slots, pending)
 
 
-def _without_padding_rows(
-    rows, q, k, v, g, beta, tree, state, state_indices, pending, scale, mode, normalise
+def verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    tree: Tree,
+    state: Tensor,
+    scale: float | None,
+    mode: str,
+    normalise: bool,
 ) -> tuple[Tensor, Factors]:
-    """Run the real rows alone and scatter them between zero rows."""
-    o = torch.zeros_like(v)
+    """`gated_delta_verify` without checks, slots and pending: `state` is `[B, HV, V, K]`, one row a tree."""
+    if not tree.is_full:  # padding may hold anything, NaN included
+        pad = ~tree.valid[..., None]
+        q, k, v = (x.masked_fill(pad[..., None], 0) for x in (q, k, v))
+        beta = beta.masked_fill(pad, 0)
+        g = None if g is None else g.masked_fill(pad, 0)
     work = state.dtype
-    factors = Factors(k.new_zeros(k.shape, dtype=work), o.to(work), beta.new_zeros(beta.shape, dtype=work))
-    if len(rows):
-        some = Tree(tree.parent[rows], tree.num_nodes[rows])
-        if pending is not None:
-            pending = Pending(Factors(*(x[rows] for x in pending.factors)), pending.path[rows], pending.count[rows])
-        part, part_factors = gated_delta_verify(
-            q[rows], k[rows], v[rows], None if g is None else g[rows], beta[rows], some, state=state,
-            state_indices=state_indices[rows], pending=pending, scale=scale, mode=mode, use_qk_l2norm_in_kernel=normalise,
-        )  # fmt: skip
-        o[rows] = part
-        for whole, real in zip(factors, part_factors, strict=True):
+    kq = torch.stack([k, q], -2).to(work)
+    if normalise:
+        kq = l2norm(kq)
+    keys = kq[..., 0, :]
+    kq = kq * _query_scale(q.shape[-1] ** -0.5 if scale is None else scale, work, q.device)
+    groups = v.shape[2] // k.shape[2]
+    if groups > 1:
+        kq = kq.repeat_interleave(groups, 2)
+    beta, g = beta.to(work), None if g is None else g.to(work)
+    run = {"serial": modes.serial, "parallel": modes.parallel}.get(mode, modes.hybrid)
+    o, d = run(kq, v.to(work), g, beta, state, tree)
+    return o.to(v.dtype), Factors(keys, d, torch.zeros_like(beta) if g is None else g)
+
+
+@functools.lru_cache(maxsize=64)
+def _query_scale(scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([[1.0], [scale]], dtype=dtype, device=device)
+
+
+def _commit(state: Tensor, slots: Tensor | slice, pending: Pending | None) -> None:
+    if pending is not None:
+        committed = modes.commit(state[slots], pending.factors, pending.path.long(), pending.count)
+        if not isinstance(slots, slice):
+            state[slots] = committed
+
+
+def _between_padding(
+    part: tuple[Tensor, Factors] | None, rows: Tensor, k: Tensor, v: Tensor, beta: Tensor, work: torch.dtype
+) -> tuple[Tensor, Factors]:
+    """Results of the real rows among zero rows."""
+    o = torch.zeros_like(v)
+    factors = Factors(*(torch.zeros_like(x, dtype=work) for x in (k, v, beta)))
+    if part is not None:
+        o[rows] = part[0]
+        for whole, real in zip(factors, part[1], strict=True):
             whole[rows] = real
     return o, factors
 
@@ -141,10 +164,13 @@ def _check_state(state: Tensor) -> None:
     )
 
 
-def _check(q, k, v, g, beta, tree: Tree, state: Tensor, mode: str) -> None:
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, tree: Tree, state: Tensor, mode: str
+) -> None:
     require(mode in MODES, f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     _check_state(state)
-    for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta), *((("g", g),) if g is not None else ())):
+    named = {"q": q, "k": k, "v": v, "beta": beta} | ({} if g is None else {"g": g})
+    for name, x in named.items():
         require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
         require(x.device == state.device, f"{name} is on {x.device}, the state on {state.device}")
     require(
@@ -154,8 +180,9 @@ def _check(q, k, v, g, beta, tree: Tree, state: Tensor, mode: str) -> None:
     require(k.shape == q.shape, f"k must have q's shape {list(q.shape)}, got {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == q.shape[:2], f"v must be [B, N, HV, V], got {list(v.shape)}")
     require(v.shape[2] % q.shape[2] == 0, f"value heads ({v.shape[2]}) must be a multiple of key heads ({q.shape[2]})")
-    for name, x in (("beta", beta), *((("g", g),) if g is not None else ())):
-        require(x.shape == v.shape[:3], f"{name} must be [B, N, HV] = {list(v.shape[:3])}, got {list(x.shape)}")
+    for name in ("beta", "g"):
+        shape = named[name].shape if name in named else v.shape[:3]
+        require(shape == v.shape[:3], f"{name} must be [B, N, HV] = {list(v.shape[:3])}, got {list(shape)}")
     require(
         state.shape[1:] == (v.shape[2], v.shape[3], q.shape[3]),
         f"state must be [slots, {v.shape[2]}, {v.shape[3]}, {q.shape[3]}], got {list(state.shape)}",
@@ -164,6 +191,8 @@ def _check(q, k, v, g, beta, tree: Tree, state: Tensor, mode: str) -> None:
 
 def _check_pending(pending: Pending, state: Tensor, batch: int) -> None:
     (k, d, g), path, count = pending
+    for name, x in (("factors.k", k), ("factors.d", d), ("factors.g", g), ("path", path), ("num_accepted", count)):
+        require(x.device == state.device, f"{name} is on {x.device}, the state on {state.device}")
     require(
         d.dim() == 4 and d.shape[2:] == state.shape[1:3] and d.shape[0] == batch,
         f"factors.d must be [B={batch}, N, {state.shape[1]}, {state.shape[2]}], got {list(d.shape)}",
@@ -173,12 +202,4 @@ def _check_pending(pending: Pending, state: Tensor, batch: int) -> None:
         f"factors.k must be [B, N, H, {state.shape[3]}] beside d {list(d.shape)}, got {list(k.shape)}",
     )
     require(g.shape == d.shape[:3], f"factors.g must be {list(d.shape[:3])}, got {list(g.shape)}")
-    require(path.dim() == 2 and path.shape[0] == batch, f"path must be [B={batch}, D], got {list(path.shape)}")
-    require(count.shape == (batch,), f"one count for each of the {batch} rows, got {list(count.shape)}")
-    longest = int(count.max()) if batch else 0
-    require(longest <= path.shape[1], f"num_accepted commits {longest} nodes of a path of {path.shape[1]}")
-    used = path[torch.arange(path.shape[1], device=path.device) < count[:, None]]
-    require(
-        used.numel() == 0 or bool(((used >= 0) & (used < d.shape[1])).all()),
-        f"path must name nodes 0..{d.shape[1] - 1} where it is committed",
-    )
+    check_path(path, count, batch, d.shape[1])

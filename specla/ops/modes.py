@@ -1,0 +1,3 @@
+"""The names of the verification modes."""
+
+MODES = ("auto", "serial", "parallel", "hybrid")
