@@ -99,7 +99,9 @@ class RecurrentLayer(NamedTuple):
 class AttentionState:
     """One attention layer of all slots; the cache grows by doubling, a windowed one is a ring."""
 
-    def __init__(self, spec: AttentionSpec, num_slots: int, max_nodes: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, spec: AttentionSpec, num_slots: int, max_nodes: int, dtype: torch.dtype, device: torch.device
+    ):
         row = (spec.num_kv_heads, spec.head_dim)
         self.window = spec.window
         self.cache = torch.zeros(2, num_slots, spec.window or 256, *row, dtype=dtype, device=device)
@@ -112,7 +114,9 @@ class AttentionState:
         """Make room for `length` positions."""
         capacity = self.cache.shape[2]
         if self.window is None and length > capacity:
-            grown = self.cache.new_zeros(2, self.cache.shape[1], max(length, 2 * capacity), *self.cache.shape[3:])
+            grown = self.cache.new_zeros(
+                2, self.cache.shape[1], max(length, 2 * capacity), *self.cache.shape[3:]
+            )
             grown[:, :, :capacity] = self.cache
             self.cache = grown
 

@@ -40,7 +40,9 @@ class Tree:
     """
 
     def __init__(
-        self, parent: Tensor | np.ndarray | Sequence[Any], num_nodes: Tensor | np.ndarray | Sequence[int] | None = None
+        self,
+        parent: Tensor | np.ndarray | Sequence[Any],
+        num_nodes: Tensor | np.ndarray | Sequence[int] | None = None,
     ):
         self.device = parent.device if isinstance(parent, Tensor) else torch.device("cpu")
         grid = _array(parent)
@@ -58,7 +60,9 @@ class Tree:
                 raise ValueError(f"parent[{b}][0] must be -1: node 0 is the root; got {row[0]}")
             for i in range(1, count):
                 if not 0 <= row[i] < i:
-                    raise ValueError(f"parent[{b}][{i}] is {row[i]}, allowed are 0..{i - 1} (topological order)")
+                    raise ValueError(
+                        f"parent[{b}][{i}] is {row[i]}, allowed are 0..{i - 1} (topological order)"
+                    )
         self._rows = [row[:count] for row, count in zip(rows, self._count, strict=True)]
 
     @classmethod
@@ -188,7 +192,9 @@ class Tree:
                     by_depth.append([])
                 by_depth[depth].append(b * self.size + i)
         levels = []
-        live = {b: b for b in range(self.batch)}  # place of each live state, by the flat id of the node that owns it
+        live = {
+            b: b for b in range(self.batch)
+        }  # place of each live state, by the flat id of the node that owns it
         for depth, nodes in enumerate(by_depth):
             place = {}
             for node in nodes:
@@ -206,7 +212,9 @@ class Tree:
     def order(self) -> Tensor | None:
         """Flat ids of all real nodes, level by level: int64; None when they lie in memory so."""
         order = torch.cat([level.nodes for level in self.levels])
-        in_place = self.is_full and torch.equal(order, torch.arange(self.batch * self.size, device=self.device))
+        in_place = self.is_full and torch.equal(
+            order, torch.arange(self.batch * self.size, device=self.device)
+        )
         return None if in_place else order
 
     def _has_child(self, node: int) -> bool:

@@ -59,9 +59,16 @@ class DeltaMixer(nn.Module):
         self.config, self.layer = config, layer
         self.conv_dim = 2 * config.key_dim + config.value_dim
         heads = config.value_heads
-        self.splits = [self.conv_dim, heads, heads, config.value_dim if config.use_gate else 0]  # qkv, a, b, gate
+        self.splits = [
+            self.conv_dim,
+            heads,
+            heads,
+            config.value_dim if config.use_gate else 0,
+        ]  # qkv, a, b, gate
         self.in_proj = Linear(config.hidden_size, sum(self.splits))
-        self.conv_weight = nn.Parameter(torch.empty(self.conv_dim, config.conv_size)) if config.use_short_conv else None
+        self.conv_weight = (
+            nn.Parameter(torch.empty(self.conv_dim, config.conv_size)) if config.use_short_conv else None
+        )
         has_bias = config.use_short_conv and config.conv_bias
         self.conv_bias = nn.Parameter(torch.zeros(self.conv_dim)) if has_bias else None
         self.A_log = nn.Parameter(torch.empty(heads))
@@ -140,6 +147,7 @@ class GatedDeltaNet(nn.Module):
         self.layers = nn.ModuleList([Block(config, i) for i in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.compute_dtype: torch.dtype | None = None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw fresh weights as flash-linear-attention does (normal; decay rates over three orders of magnitude)."""
@@ -161,15 +169,22 @@ class GatedDeltaNet(nn.Module):
                 else:
                     weight.fill_(1)
 
+    def set_compute_dtype(self, dtype: torch.dtype) -> None:
+        """Multiply matrices in `dtype` whatever they are stored in: for training with fp32 weights."""
+        self.compute_dtype = dtype
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.dtype = dtype
+
     def logits(self, hidden: Tensor) -> Tensor:
         """`[..., hidden]` to `[..., vocab]`, float32."""
         if self.lm_head is not None:
             return self.lm_head(hidden)
-        return linear(hidden, self.embeddings.weight, self.layers[0].down_proj.dtype)
+        return linear(hidden, self.embeddings.weight, self.compute_dtype)
 
     def forward(self, input_ids: Tensor, past: Past | None = None) -> Tensor:
         """Normalised hidden states `[B, T, hidden]` of `input_ids` `[B, T]`, by default a text from its start."""
-        past = past or FullText(*input_ids.shape, input_ids.device)
+        past = past or FullText(input_ids.shape[0], input_ids.shape[1], input_ids.device)
         x = self.embeddings(input_ids).to(self.norm.weight.dtype)
         for layer in self.layers:
             x = layer(x, past)
@@ -185,11 +200,9 @@ class GatedDeltaNet(nn.Module):
                 specs.append(AttentionSpec(attention.num_kv_heads, head_dim, attention.window_size))
             else:
                 channels = 2 * config.key_dim + config.value_dim
-                specs.append(
-                    RecurrentSpec(
-                        config.num_heads, config.value_heads, config.head_dim, config.head_v_dim, channels, config.window
-                    )
-                )
+                heads, value_heads = config.num_heads, config.value_heads
+                dims = (config.head_dim, config.head_v_dim)
+                specs.append(RecurrentSpec(heads, value_heads, *dims, channels, config.window))
         return specs
 
     def new_pool(self, num_slots: int, max_nodes: int) -> StatePool:
@@ -207,7 +220,9 @@ class GatedDeltaNet(nn.Module):
             past.close()
 
     @torch.inference_mode()
-    def verify(self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto") -> Tensor:
+    def verify(
+        self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto"
+    ) -> Tensor:
         """Logits `[B, N, vocab]` at every node of one draft tree a slot; `tokens` `[B, N]`, node 0 the root.
 
         What is pending in the slots is committed. The new nodes' factors stay in the pool until `pool.accept` says

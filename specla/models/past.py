@@ -65,13 +65,17 @@ class Prefill:
         self.positions = torch.arange(self.start, self.start + length, device=pool.device)[None]
 
     def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        window = self.pool.layers[layer].conv_state[self.slot]
+        state = self.pool.layers[layer]
+        assert isinstance(state, RecurrentLayer)
+        window = state.conv_state[self.slot]
         joined = torch.cat([window.t()[None].to(x.dtype), x], 1)
         window.copy_(joined[0, joined.shape[1] - window.shape[1] :].t())
         return _causal_conv(joined, weight, bias)
 
     def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        state = self.pool.layers[layer].state[self.slot : self.slot + 1]
+        layer_state = self.pool.layers[layer]
+        assert isinstance(layer_state, RecurrentLayer)
+        state = layer_state.state[self.slot : self.slot + 1]
         o, last = chunk_gated_delta(q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=True)
         state.copy_(last)
         return o

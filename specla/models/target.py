@@ -23,5 +23,7 @@ class Target(Protocol):
     def prefill(self, token_ids: Tensor, slot: int, pool: StatePool) -> None:
         """Read tokens `[T]` into a slot's committed state."""
 
-    def verify(self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto") -> Tensor:
+    def verify(
+        self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto"
+    ) -> Tensor:
         """Logits `[B, N, vocab]` at every node; commits what was pending and leaves the nodes' factors in the pool."""

@@ -34,8 +34,8 @@ def tree_attention(
     Returns:
         `[B, N, H, D]` in q's dtype, zero at padding nodes.
     """
-    batch, size, heads, dim = q.shape
-    groups = heads // k.shape[2]
+    size, dim = q.shape[1], q.shape[3]
+    groups = q.shape[2] // k.shape[2]
     seen = tree.ancestors | torch.eye(size, dtype=torch.bool, device=q.device)
     out = torch.zeros_like(q)
     for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
@@ -43,8 +43,14 @@ def tree_attention(
         first = 0 if window is None else max(0, length - window + 1)
         committed = torch.arange(first, length, device=q.device)
         rows = committed % keys.shape[1]
-        all_k = torch.cat([keys[slot, rows], k[b, :real].to(keys.dtype)]).double().repeat_interleave(groups, 1)
-        all_v = torch.cat([values[slot, rows], v[b, :real].to(values.dtype)]).double().repeat_interleave(groups, 1)
+        all_k = (
+            torch.cat([keys[slot, rows], k[b, :real].to(keys.dtype)]).double().repeat_interleave(groups, 1)
+        )
+        all_v = (
+            torch.cat([values[slot, rows], v[b, :real].to(values.dtype)])
+            .double()
+            .repeat_interleave(groups, 1)
+        )
         depth = tree.depth[b, :real].long()
         position = torch.cat([committed, length + depth])
         visible = torch.cat([seen.new_ones(real, length - first), seen[b, :real, :real]], 1)

@@ -12,7 +12,9 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def select_rows(state_indices: Tensor | None, batch: int, state: Tensor) -> tuple[Tensor | slice, Tensor | None]:
+def select_rows(
+    state_indices: Tensor | None, batch: int, state: Tensor
+) -> tuple[Tensor | slice, Tensor | None]:
     """The slots to touch, and the batch rows that own them (None when every row owns one).
 
     Consecutive slots come back as a slice, so that indexing gives a view.
@@ -31,7 +33,9 @@ def select_rows(state_indices: Tensor | None, batch: int, state: Tensor) -> tupl
         f"state_indices must be distinct slots in 0..{state.shape[0] - 1} or -1, got {slots}",
     )
     if len(real) < batch:
-        rows = torch.tensor([b for b, s in enumerate(slots) if s != -1], dtype=torch.long, device=state.device)
+        rows = torch.tensor(
+            [b for b, s in enumerate(slots) if s != -1], dtype=torch.long, device=state.device
+        )
         return state_indices.long().to(state.device)[rows], rows
     if real == list(range(real[0], real[0] + batch)):
         return slice(real[0], real[0] + batch), None
@@ -41,8 +45,12 @@ def select_rows(state_indices: Tensor | None, batch: int, state: Tensor) -> tupl
 def check_path(path: Tensor, count: Tensor, batch: int, nodes: int) -> None:
     """Raise ValueError unless the first `count` `[B]` entries of `path` `[B, D]` name nodes."""
     for name, x in (("path", path), ("num_accepted", count)):
-        require(not x.is_floating_point() and x.dtype != torch.bool, f"{name} must hold integers, got {x.dtype}")
-    require(path.dim() == 2 and path.shape[0] == batch, f"path must be [B={batch}, D], got {list(path.shape)}")
+        require(
+            not x.is_floating_point() and x.dtype != torch.bool, f"{name} must hold integers, got {x.dtype}"
+        )
+    require(
+        path.dim() == 2 and path.shape[0] == batch, f"path must be [B={batch}, D], got {list(path.shape)}"
+    )
     require(count.shape == (batch,), f"num_accepted must be [B={batch}], got {list(count.shape)}")
     if batch == 0:
         return

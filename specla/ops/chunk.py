@@ -6,6 +6,8 @@ the state is carried, so the Python loop runs over chunks, never over tokens.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,9 +38,18 @@ def chunk_gated_delta(
     Returns:
         o `[B, T, HV, V]` in v's dtype and the state after the last token.
     """
-    require(chunk_size > 0 and chunk_size & (chunk_size - 1) == 0, f"chunk_size must be a power of 2, got {chunk_size}")
-    require(q.dim() == 4 and k.shape == q.shape, f"q and k must be [B, T, H, K], got {list(q.shape)}, {list(k.shape)}")
-    require(v.shape[:2] == q.shape[:2] and v.shape[2] % q.shape[2] == 0, f"v must be [B, T, HV, V], got {list(v.shape)}")
+    require(
+        chunk_size > 0 and chunk_size & (chunk_size - 1) == 0,
+        f"chunk_size must be a power of 2, got {chunk_size}",
+    )
+    require(
+        q.dim() == 4 and k.shape == q.shape,
+        f"q and k must be [B, T, H, K], got {list(q.shape)}, {list(k.shape)}",
+    )
+    require(
+        v.dim() == 4 and v.shape[:2] == q.shape[:2] and v.shape[2] % q.shape[2] == 0,
+        f"v must be [B, T, HV, V], got {list(v.shape)}",
+    )
     require(beta.shape == v.shape[:3], f"beta must be {list(v.shape[:3])}, got {list(beta.shape)}")
     require(g is None or g.shape == v.shape[:3], f"g must be {list(v.shape[:3])}")
     named = {"q": q, "k": k, "beta": beta} | ({} if g is None else {"g": g})
@@ -54,7 +65,11 @@ def chunk_gated_delta(
         work = initial_state.dtype
     else:
         work = torch.float64 if v.dtype == torch.float64 else torch.float32
-    state = v.new_zeros(batch, heads, value_dim, q.shape[-1], dtype=work) if initial_state is None else initial_state
+    state = (
+        v.new_zeros(batch, heads, value_dim, q.shape[-1], dtype=work)
+        if initial_state is None
+        else initial_state
+    )
     require(
         state.shape == (batch, heads, value_dim, q.shape[-1]),
         f"initial_state must be {[batch, heads, value_dim, q.shape[-1]]}, got {list(state.shape)}",
@@ -71,7 +86,7 @@ def chunk_gated_delta(
     lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     if g is None:
         between: Tensor | float = 1.0
-        rise = fall = last = None
+        rise = fall = last = k.new_ones(())
     else:
         total = _split(g.to(work)[..., None], size).cumsum(-2)  # [B, HV, C, size, 1]
         between = (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp()
@@ -79,10 +94,8 @@ def chunk_gated_delta(
         fall = (total[..., -1:, :] - total).exp()
     k_beta = k * beta
     inverse = UnitLowerInverse.apply((k_beta @ k.transpose(-1, -2) * between).tril(-1))
-    u = inverse @ (values * beta)
-    w = inverse @ (k_beta if rise is None else k_beta * rise)
-    reads, writes = (q, k) if rise is None else (q * rise, k * fall)
-    writes = writes.transpose(-1, -2)
+    u, w = inverse @ (values * beta), inverse @ (k_beta * rise)
+    reads, writes = q * rise, (k * fall).transpose(-1, -2)
 
     states, deltas = [], []
     state = state.transpose(-1, -2)  # [B, HV, K, V] inside the loop
@@ -90,8 +103,7 @@ def chunk_gated_delta(
         states.append(state)
         delta = u[:, :, c] - w[:, :, c] @ state
         deltas.append(delta)
-        carried = state if last is None else state * last[:, :, c]
-        state = carried + writes[:, :, c] @ delta
+        state = state * (last[:, :, c] if last.dim() else last) + writes[:, :, c] @ delta
     attend = (q @ k.transpose(-1, -2) * between).tril()
     o = reads @ torch.stack(states, 2) + attend @ torch.stack(deltas, 2)
     o = o.flatten(2, 3)[:, :, :length].transpose(1, 2)
@@ -114,7 +126,7 @@ class UnitLowerInverse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, lower: Tensor) -> Tensor:
+    def forward(ctx: Any, lower: Tensor) -> Tensor:
         size = lower.shape[-1]
         inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).expand_as(lower).contiguous()
         half = 1
@@ -127,7 +139,7 @@ class UnitLowerInverse(torch.autograd.Function):
         return inverse
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         (inverse,) = ctx.saved_tensors
         turned = inverse.transpose(-1, -2)
         return -(turned @ grad @ turned).tril(-1)

@@ -76,11 +76,15 @@ def conv_commit(
     Raises:
         ValueError: as `tree_conv`.
     """
-    require(x.dim() == 3 and x.is_floating_point(), f"x must be floating point [B, M, D], got {list(x.shape)}")
+    require(
+        x.dim() == 3 and x.is_floating_point(), f"x must be floating point [B, M, D], got {list(x.shape)}"
+    )
     _check_state(conv_state, x.shape[2], conv_state.shape[-1])
     for name, y in (("x", x), ("path", path), ("num_accepted", num_accepted)):
         require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
-    require(not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}")
+    require(
+        not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}"
+    )
     check_path(path, num_accepted + 1, x.shape[0], x.shape[1])
     slots, rows = select_rows(state_indices, x.shape[0], conv_state)
     if rows is not None:
@@ -90,7 +94,12 @@ def conv_commit(
 
 
 def convolve(
-    x: Tensor, tree: Tree, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None = "silu"
+    x: Tensor,
+    tree: Tree,
+    weight: Tensor,
+    bias: Tensor | None,
+    window: Tensor,
+    activation: str | None = "silu",
 ) -> Tensor:
     """`tree_conv` without checks and slots: `window` is `[B, D, W - 1]`, one row a tree."""
     width = weight.shape[1]

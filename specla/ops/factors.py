@@ -22,8 +22,8 @@ class Pending(NamedTuple):
     """Accepted factors that the next verification commits before it starts."""
 
     factors: Factors
-    path: Tensor  # [B, D] accepted node ids from the root down; entries beyond `count` are ignored
-    count: Tensor  # [B] nodes to commit, 0 for none
+    path: Tensor  # [B, D] accepted node ids from the root down; entries beyond `num_nodes` are ignored
+    num_nodes: Tensor  # [B] nodes to commit, 0 for none
 
 
 class PendingConv(NamedTuple):
@@ -31,4 +31,4 @@ class PendingConv(NamedTuple):
 
     x: Tensor  # [B, M, D]
     path: Tensor  # [B, D]
-    count: Tensor  # [B]
+    num_nodes: Tensor  # [B]

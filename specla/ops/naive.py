@@ -62,7 +62,7 @@ def naive_gated_delta_verify(
     """
     if pending is not None:
         naive_gated_delta_commit(
-            state, pending.factors, pending.path, pending.count - 1, state_indices=state_indices
+            state, pending.factors, pending.path, pending.num_nodes - 1, state_indices=state_indices
         )
     batch, _, heads, key_dim = q.shape
     group = v.shape[2] // heads
@@ -126,7 +126,7 @@ def naive_tree_conv(
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, not {activation!r}")
     if pending is not None:
-        naive_conv_commit(conv_state, pending.x, pending.path, pending.count - 1, state_indices=state_indices)
+        naive_conv_commit(conv_state, pending.x, pending.path, pending.num_nodes - 1, state_indices=state_indices)
     width = weight.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros_like(x, dtype=dtype)
@@ -184,13 +184,13 @@ def naive_chunk_gated_delta(
     if initial_state is None:
         initial_state = v.new_zeros(batch, v.shape[2], v.shape[3], key_dim)
 
-    o, final = [], []
+    outputs, final = [], []
     for b in range(batch):
         for h in range(v.shape[2]):
             s = initial_state[b, h].to(dtype)
             for t in range(length):
                 s, _ = _step(s, k[b, t, h // group], v[b, t, h], g[b, t, h], beta[b, t, h])
-                o.append(s @ (q[b, t, h // group] * scale))
+                outputs.append(s @ (q[b, t, h // group] * scale))
             final.append(s)
-    o = torch.stack(o).view(batch, v.shape[2], length, v.shape[3]).transpose(1, 2)
+    o = torch.stack(outputs).view(batch, v.shape[2], length, v.shape[3]).transpose(1, 2)
     return o.to(out_dtype), torch.stack(final).view(batch, v.shape[2], v.shape[3], key_dim)

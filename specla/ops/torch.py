@@ -47,7 +47,9 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
     order = tree.order
-    flat = [x.flatten(0, 1) for x in (kq, v, beta[..., None], _overlap(kq), *(() if g is None else (_decay(g),)))]
+    flat = [
+        x.flatten(0, 1) for x in (kq, v, beta[..., None], _overlap(kq), *(() if g is None else (_decay(g),)))
+    ]
     if order is not None:
         flat = [x.index_select(0, order) for x in flat]
     sizes = [level.nodes.shape[0] for level in tree.levels]
@@ -122,7 +124,9 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
     return state
 
 
-def _step(kq: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor, overlap: Tensor, state: Tensor) -> Result:
+def _step(
+    kq: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor, overlap: Tensor, state: Tensor
+) -> Result:
     """One token from `state` `[M, HV, V, K]`: its corrected value d and its output o, both `[M, HV, V]`."""
     read = kq @ state.transpose(-1, -2)  # [M, HV, 2, V]
     if decay is not None:

@@ -59,14 +59,16 @@ def gated_delta_verify(
     if rows is not None:
         if pending is not None:
             factors = Factors(*(x[rows] for x in pending.factors))
-            pending = Pending(factors, pending.path[rows], pending.count[rows])
+            pending = Pending(factors, pending.path[rows], pending.num_nodes[rows])
         part = None
         if len(rows):
             some = Tree(tree.parent[rows], tree.num_nodes[rows])
             q_r, k_r, v_r, beta_r = (x[rows] for x in (q, k, v, beta))
             g_r = None if g is None else g[rows]
             _commit(state, slots, pending)
-            part = verify(q_r, k_r, v_r, g_r, beta_r, some, state[slots], scale, mode, use_qk_l2norm_in_kernel)
+            part = verify(
+                q_r, k_r, v_r, g_r, beta_r, some, state[slots], scale, mode, use_qk_l2norm_in_kernel
+            )
         return _between_padding(part, rows, k, v, beta, state.dtype)
     _commit(state, slots, pending)
     o, factors = verify(q, k, v, g, beta, tree, state[slots], scale, mode, use_qk_l2norm_in_kernel)
@@ -74,7 +76,12 @@ def gated_delta_verify(
 
 
 def gated_delta_commit(
-    state: Tensor, factors: Factors, path: Tensor, num_accepted: Tensor, *, state_indices: Tensor | None = None
+    state: Tensor,
+    factors: Factors,
+    path: Tensor,
+    num_accepted: Tensor,
+    *,
+    state_indices: Tensor | None = None,
 ) -> None:
     """Move the state along an accepted path, in place and in exact order, without a forward pass.
 
@@ -89,12 +96,14 @@ def gated_delta_commit(
         ValueError: as `gated_delta_verify`.
     """
     _check_state(state)
-    require(not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}")
+    require(
+        not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}"
+    )
     pending = Pending(factors, path, num_accepted + 1)
     _check_pending(pending, state, path.shape[0])
     slots, rows = select_rows(state_indices, path.shape[0], state)
     if rows is not None:
-        pending = Pending(Factors(*(x[rows] for x in factors)), path[rows], pending.count[rows])
+        pending = Pending(Factors(*(x[rows] for x in factors)), path[rows], pending.num_nodes[rows])
     _commit(state, slots, pending)
 
 
@@ -138,7 +147,7 @@ def _query_scale(scale: float, dtype: torch.dtype, device: torch.device) -> Tens
 
 def _commit(state: Tensor, slots: Tensor | slice, pending: Pending | None) -> None:
     if pending is not None:
-        committed = modes.commit(state[slots], pending.factors, pending.path.long(), pending.count)
+        committed = modes.commit(state[slots], pending.factors, pending.path.long(), pending.num_nodes)
         if not isinstance(slots, slice):
             state[slots] = committed
 
@@ -179,7 +188,10 @@ def _check(
     )
     require(k.shape == q.shape, f"k must have q's shape {list(q.shape)}, got {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == q.shape[:2], f"v must be [B, N, HV, V], got {list(v.shape)}")
-    require(v.shape[2] % q.shape[2] == 0, f"value heads ({v.shape[2]}) must be a multiple of key heads ({q.shape[2]})")
+    require(
+        v.shape[2] % q.shape[2] == 0,
+        f"value heads ({v.shape[2]}) must be a multiple of key heads ({q.shape[2]})",
+    )
     for name in ("beta", "g"):
         shape = named[name].shape if name in named else v.shape[:3]
         require(shape == v.shape[:3], f"{name} must be [B, N, HV] = {list(v.shape[:3])}, got {list(shape)}")
@@ -191,14 +203,23 @@ def _check(
 
 def _check_pending(pending: Pending, state: Tensor, batch: int) -> None:
     (k, d, g), path, count = pending
-    for name, x in (("factors.k", k), ("factors.d", d), ("factors.g", g), ("path", path), ("num_accepted", count)):
+    for name, x in (
+        ("factors.k", k),
+        ("factors.d", d),
+        ("factors.g", g),
+        ("path", path),
+        ("num_accepted", count),
+    ):
         require(x.device == state.device, f"{name} is on {x.device}, the state on {state.device}")
     require(
         d.dim() == 4 and d.shape[2:] == state.shape[1:3] and d.shape[0] == batch,
         f"factors.d must be [B={batch}, N, {state.shape[1]}, {state.shape[2]}], got {list(d.shape)}",
     )
     require(
-        k.dim() == 4 and k.shape[:2] == d.shape[:2] and k.shape[3] == state.shape[3] and d.shape[2] % k.shape[2] == 0,
+        k.dim() == 4
+        and k.shape[:2] == d.shape[:2]
+        and k.shape[3] == state.shape[3]
+        and d.shape[2] % k.shape[2] == 0,
         f"factors.k must be [B, N, H, {state.shape[3]}] beside d {list(d.shape)}, got {list(k.shape)}",
     )
     require(g.shape == d.shape[:3], f"factors.g must be {list(d.shape[:3])}, got {list(g.shape)}")

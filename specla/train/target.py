@@ -12,6 +12,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.gated_deltanet import GatedDeltaNet, Linear
+from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import save_target
 from specla.train.data import TokenDataset
 from specla.train.files import load_checkpoint, replace_file
@@ -90,10 +91,7 @@ def train_target(
     model = GatedDeltaNet(config)
     model.reset_parameters(torch.Generator().manual_seed(training.seed))
     model.to(device).train()
-    compute = torch.bfloat16 if device.type == "cuda" else torch.float32
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.dtype = compute
+    model.set_compute_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
     optimizers = make_optimizers(model, training)
     identity = {"config": config.to_dict(), "training": asdict(training), "data": data.meta["files"]}
@@ -124,7 +122,7 @@ def train_target(
             halt = stop is not None and stop(step + 1)
             if (step + 1) % training.log_every == 0 or last or halt:
                 speed = done * training.batch_size * training.seq_len / (time.perf_counter() - began)
-                row = {"step": step + 1, "loss": float(loss), "grad_norm": float(norm),
+                row: dict[str, Any] = {"step": step + 1, "loss": float(loss), "grad_norm": float(norm),
                        "lr": training.rate(step), "tokens_per_s": round(speed)}  # fmt: skip
                 if not math.isfinite(row["loss"]):
                     raise FloatingPointError(
@@ -139,7 +137,7 @@ def train_target(
             if (step + 1) % training.checkpoint_every == 0 or halt:
                 state = {"identity": identity, "step": step + 1, "model": model.state_dict(),
                          "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
-                replace_file(saved, lambda path, state=state: torch.save(state, path))
+                replace_file(saved, partial(torch.save, state))
             if halt:
                 return model
     save_target(model, out)

@@ -169,7 +169,7 @@ def thousand_rounds(
                 _, f = gated_delta_verify(**token, tree=single, state=steps, state_indices=indices, mode=mode)
                 gated_delta_commit(steps, f, zero[:, None], zero, state_indices=indices)
     if pending is not None:
-        gated_delta_commit(state, pending.factors, pending.path, pending.count - 1)
+        gated_delta_commit(state, pending.factors, pending.path, pending.num_nodes - 1)
     return state, replay, steps
 
 

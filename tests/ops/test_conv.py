@@ -199,7 +199,7 @@ def test_every_row_may_accept_another_length(width: int) -> None:
 def test_delayed_pending_has_the_bits_of_a_separate_commit(case: dict[str, Any]) -> None:
     call, (y, state) = case["call"], run(tree_conv, case["call"])
     p, committed = call["pending"], call["conv_state"].clone()
-    conv_commit(committed, p.x, p.path, p.count - 1, state_indices=call["state_indices"])
+    conv_commit(committed, p.x, p.path, p.num_nodes - 1, state_indices=call["state_indices"])
     y_then, state_then = run(tree_conv, call | {"conv_state": committed, "pending": None})
     assert same_bits(state, committed) and same_bits(state_then, committed)
     for b, parent in enumerate(case["rows"]):
@@ -283,8 +283,8 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "pending.path is of floats": {"pending": PendingConv(x, path.float(), two)},
         "pending.path names a node that is not there": {"pending": PendingConv(x, path + 2, two)},
         "pending.path is padded within count": {"pending": PendingConv(x, path - 1, two)},
-        "pending.count has two dimensions": {"pending": PendingConv(x, path, two[:, None])},
-        "pending.count is beyond the path": {"pending": PendingConv(x, path, two + 1)},
+        "pending.num_nodes has two dimensions": {"pending": PendingConv(x, path, two[:, None])},
+        "pending.num_nodes is beyond the path": {"pending": PendingConv(x, path, two + 1)},
         "pending is on another device": {"pending": PendingConv(x.to("meta"), path, two)},
     }
 

@@ -105,7 +105,7 @@ def decode(
         indices = torch.where(live, slots, -1)
         if delayed and pending is not None:  # a row that has just ended is flushed
             gone = torch.where(live, -1, slots)
-            gated_delta_commit(state, pending.factors, pending.path, pending.count - 1, state_indices=gone)
+            gated_delta_commit(state, pending.factors, pending.path, pending.num_nodes - 1, state_indices=gone)
         o, factors = gated_delta_verify(
             **token,
             tree=Tree.chain(1, batch=len(rows)),
@@ -123,7 +123,7 @@ def decode(
         for b in live.nonzero().flatten().tolist():
             outs[b].append(o[b, 0])
     if delayed and pending is not None:
-        alive = torch.where(pending.count > 0, slots, -1)
+        alive = torch.where(pending.num_nodes > 0, slots, -1)
         gated_delta_commit(state, pending.factors, pending.path, zero, state_indices=alive)
     return [torch.stack(out) for out in outs]
 
@@ -253,7 +253,7 @@ def test_delayed_pending_has_the_bits_of_a_separate_commit(mode: str, case: Case
     o, factors, state = case.run(gated_delta_verify, mode=mode)
     p, committed = case.pending, case.state.clone()
     assert p is not None
-    gated_delta_commit(committed, p.factors, p.path, p.count - 1, state_indices=case.state_indices)
+    gated_delta_commit(committed, p.factors, p.path, p.num_nodes - 1, state_indices=case.state_indices)
     then = replace(case, state=committed, pending=None)
     o_then, f_then, state_then = then.run(gated_delta_verify, mode=mode)
     assert same_bits(state, committed) and same_bits(state_then, committed)
@@ -460,8 +460,8 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "pending has other heads": {"pending": pending_of(hv=2)},
         "pending has another V": {"pending": pending_of(dv=5)},
         "pending has another K": {"pending": pending_of(dk=5)},
-        "pending.count has two dimensions": {
-            "pending": pending_of()._replace(count=torch.ones(2, 1, dtype=torch.int32))
+        "pending.num_nodes has two dimensions": {
+            "pending": pending_of()._replace(num_nodes=torch.ones(2, 1, dtype=torch.int32))
         },
         "pending.path is of another batch": {
             "pending": pending_of()._replace(path=z(3, 2, dtype=torch.int32))
@@ -469,7 +469,7 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "pending.path is of floats": {"pending": pending_of()._replace(path=z(2, 2))},
         "pending.path names a node that is not there": {"pending": pending_of()._replace(path=path([0, 3]))},
         "pending.path is padded within count": {"pending": pending_of()._replace(path=path([0, -1]))},
-        "pending.count is beyond the path": {"pending": pending_of()._replace(path=path([0]))},
+        "pending.num_nodes is beyond the path": {"pending": pending_of()._replace(path=path([0]))},
         "pending is on another device": {"pending": pending_of()._replace(factors=elsewhere)},
     }
 
