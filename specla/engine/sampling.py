@@ -21,6 +21,7 @@ def batch_sampling(sequences: list[Sequence], logits: Tensor) -> Sampling | None
         for b, sequence in enumerate(sequences):
             if sequence.params.repetition_penalty != 1.0:
                 seen[b, torch.tensor(sequence.tokens, device=logits.device)] = True
+
     def column(values: list[float] | list[int]) -> Tensor:
         return torch.tensor(values, device=logits.device)
 

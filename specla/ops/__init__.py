@@ -1,9 +1,9 @@
 """What one layer computes on a draft tree. Every op has a naive twin in `specla.ops.naive` with the same signature."""
 
+from specla.modes import MODES
 from specla.ops.chunk import chunk_gated_delta
 from specla.ops.conv import conv_commit, tree_conv
 from specla.ops.factors import Factors, Pending, PendingConv
-from specla.ops.modes import MODES
 from specla.ops.verify import gated_delta_commit, gated_delta_verify
 
 __all__ = [

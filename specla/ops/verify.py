@@ -7,11 +7,11 @@ import functools
 import torch
 from torch import Tensor
 
+from specla.modes import MODES
 from specla.ops import torch as modes
 from specla.ops.checks import check_path, require, select_rows
 from specla.ops.elementwise import l2norm
 from specla.ops.factors import Factors, Pending
-from specla.ops.modes import MODES
 from specla.tree import Tree
 
 

@@ -1,3 +1,0 @@
-"""The names of the verification modes."""
-
-MODES = ("auto", "serial", "parallel", "hybrid")

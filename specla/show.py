@@ -1,0 +1,229 @@
+"""What `specla generate` and `specla info` print."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from specla import __version__
+from specla.drafters import NoDrafter
+from specla.engine.llm import BUNDLED_MODEL, LLM, resolve_device
+from specla.engine.outputs import CompletionOutput, RequestOutput
+from specla.engine.params import SamplingParams
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.loader import load_target, resolve_dtype
+from specla.modes import AUTO, MODES
+from specla.tokenizer import load_tokenizer
+
+DRAFTED, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
+# a text must not move the cursor or recolour the terminal that shows it
+CONTROLS = {c: "\ufffd" for c in [*range(0x20), *range(0x7F, 0xA0)] if chr(c) not in "\n\t"}
+
+
+def has_colour(out: TextIO) -> bool:
+    """Whether `out` is a terminal that wants colours."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def run_and_show(
+    llm: LLM, prompt: str, params: SamplingParams, quiet: bool = False, colour: bool = False
+) -> dict[str, Any]:
+    """Generate, print the text as it comes (accepted drafts in colour) and the figures after it.
+
+    Returns:
+        the run as a JSON-ready dict.
+    """
+    run = Timed(llm.stream(prompt, params))
+    if not quiet:
+        print(f"{DIM}{prompt.translate(CONTROLS)}{PLAIN}" if colour else prompt, end="", flush=True)
+    shown = 0
+    for output in run:
+        if not quiet:
+            print(_news(output.outputs[0], shown, colour), end="", flush=True)
+        shown = len(output.outputs[0].text)
+    report = _report(llm, run)
+    if not quiet:
+        print("\n")
+        if colour and report["drafter"] != "none":
+            print(
+                f"{DRAFTED}green{PLAIN}{DIM}: drafted by {report['drafter']}, accepted by the target{PLAIN}"
+            )
+        print(summary(report), flush=True)
+    return report
+
+
+def compare(
+    llm: LLM, prompt: str, params: SamplingParams, report: dict[str, Any], quiet: bool = False
+) -> dict[str, Any]:
+    """Decode the same prompt plainly on the same target, and say how the two runs relate."""
+    plain = llm.with_drafter(NoDrafter())
+    run = Timed(plain.stream(prompt, params))
+    for _ in run:
+        pass
+    theirs = _report(plain, run)
+    a, b = report["token_ids"], theirs["token_ids"]
+    identical = a == b
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    result = {
+        "plain_tokens_per_s": theirs["tokens_per_s"],
+        "plain_num_tokens": len(b),
+        "speedup": round(report["tokens_per_s"] / theirs["tokens_per_s"], 3),
+        "identical": identical,
+        "first_difference": None if identical else same,
+    }
+    if not quiet:
+        print(summary(theirs))
+        verdict = "identical tokens" if identical else f"tokens DIFFER from number {same} on"
+        print(f"{'':<10}{result['speedup']:>8.2f}x  {verdict}", flush=True)
+    return result
+
+
+def summary(report: dict[str, Any]) -> str:
+    """The figures of a run, one line."""
+    return (
+        f"{'plain' if report['drafter'] == 'none' else report['drafter']:<10}{report['tokens_per_s']:>7.1f} tokens/s  "
+        f"{report['num_tokens']} tokens in {report['num_rounds']} rounds, "
+        f"acceptance length {report['acceptance_length']:.2f}, "
+        f"verify {report['verify']}, {report['dtype']} on {report['device']}"
+    )
+
+
+def describe(model: str | None = None, device: str = "auto", dtype: str = "auto") -> dict[str, str | int]:
+    """Versions, device, dtype and kernels that specla would use here, and the facts of a checkpoint.
+
+    Raises:
+        ValueError: when the checkpoint, the device or the dtype is unfit.
+    """
+    chosen = resolve_device(device)
+    work = resolve_dtype(dtype, chosen)
+    threads = torch.get_num_threads()
+    facts: dict[str, str | int] = {
+        "specla": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "safetensors": version("safetensors"),
+        "tokenizers": version("tokenizers"),
+        "device": torch.cuda.get_device_name(chosen)
+        if chosen.type == "cuda"
+        else f"cpu, {threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}",
+        "dtype": f"{_name(work)} weights, {_name(torch.promote_types(work, torch.float32))} state",
+        "kernels": "torch",
+        "verify": f"auto = {AUTO}; others: {', '.join(mode for mode in MODES[1:] if mode != AUTO)}",
+    }
+    directory = BUNDLED_MODEL if model is None else Path(model)
+    if model is None and not directory.is_dir():
+        return facts | {"model": "none bundled"}
+    return facts | _describe_model(directory, load_target(directory, chosen, work))
+
+
+def _describe_model(directory: Path, target: GatedDeltaNet) -> dict[str, str | int]:
+    config, pool = target.config, target.new_pool(1, 2)
+    layers = f"{config.num_hidden_layers} of hidden size {config.hidden_size}"
+    for spec in config.attn:
+        reach = "global" if spec.window_size is None else f"window {spec.window_size}"
+        layers += f"; softmax attention ({reach}) at {', '.join(map(str, spec.layers))}"
+    try:
+        tokenizer = load_tokenizer(directory)
+        told = (
+            f"{tokenizer.vocab_size:,} tokens, end {', '.join(map(str, tokenizer.eos_token_ids)) or 'none'}"
+        )
+    except ValueError as error:
+        told = str(error)
+    gate = config.output_gate_activation if config.use_gate else "none"
+    return {
+        "model": str(directory),
+        "parameters": sum(p.numel() for p in target.parameters()),
+        "weight_bytes": sum(p.nbytes for p in target.parameters()),
+        "layers": layers,
+        "heads": f"{config.num_heads} key x {config.head_dim}, {config.value_heads} value x {config.head_v_dim}",
+        "convolution": f"width {config.window}" if config.use_short_conv else "none",
+        "output_gate": gate,
+        "vocabulary": config.vocab_size,
+        "tokenizer": told,
+        "state_bytes": pool.bytes_per_sequence(),
+        "bytes_per_draft_node": pool.bytes_per_node(),
+    }
+
+
+class Timed:
+    """A stream of outputs and the time spent inside it, not in what the reader does between two of them.
+
+    Tokens a second are counted after the first round, which also holds the prefill.
+    """
+
+    def __init__(self, outputs: Iterator[RequestOutput]):
+        self._outputs = outputs
+        self._marks: list[tuple[float, int]] = []
+        self.output: RequestOutput | None = None
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        seconds = 0.0
+        while True:
+            start = time.perf_counter()
+            output = next(self._outputs, None)
+            if output is None:
+                return
+            seconds += time.perf_counter() - start
+            self._marks.append((seconds, len(output.outputs[0].token_ids)))
+            self.output = output
+            yield output
+
+    @property
+    def seconds_to_first_token(self) -> float:
+        return round(self._marks[0][0], 4)
+
+    @property
+    def tokens_per_s(self) -> float:
+        (first, before), (last, tokens) = self._marks[0], self._marks[-1]
+        if len(self._marks) == 1:
+            return round(tokens / last, 2)
+        return round((tokens - before) / (last - first), 2)
+
+
+def _news(completion: CompletionOutput, shown: int, colour: bool) -> str:
+    """The text from character `shown` on; with colour, the parts that accepted drafts completed are marked."""
+    text = completion.text
+    if not colour:
+        return text[shown:]
+    parts, begin = [], 0
+    for piece, drafted in zip(completion.pieces, completion.from_draft, strict=True):
+        end = begin + len(piece)
+        new = text[max(begin, shown) : max(end, shown)].translate(CONTROLS)
+        parts.append(f"{DRAFTED}{new}{PLAIN}" if new and drafted else new)
+        begin = end
+    return "".join(parts)
+
+
+def _report(llm: LLM, run: Timed) -> dict[str, Any]:
+    assert run.output is not None, "a stream gives at least one output"
+    completion, metrics = run.output.outputs[0], run.output.metrics
+    return {
+        "model": str(llm.model_path),
+        "drafter": llm.drafter.name,
+        "verify": AUTO if llm.config.verify == "auto" else llm.config.verify,
+        "device": str(llm.device),
+        "dtype": _name(llm.dtype),
+        "prompt": run.output.prompt,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "num_tokens": len(completion.token_ids),
+        "num_rounds": metrics.num_spec_steps,
+        "num_draft_tokens": metrics.num_draft_tokens,
+        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
+        "acceptance_length": round(metrics.acceptance_length, 4),
+        "acceptance_histogram": metrics.acceptance_histogram,
+        "tokens_per_s": run.tokens_per_s,
+        "seconds_to_first_token": run.seconds_to_first_token,
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
