@@ -114,9 +114,9 @@ class AttentionState:
         """Make room for `length` positions."""
         capacity = self.cache.shape[2]
         if self.window is None and length > capacity:
-            grown = self.cache.new_zeros(
-                2, self.cache.shape[1], max(length, 2 * capacity), *self.cache.shape[3:]
-            )
+            shape = (2, self.cache.shape[1], max(length, 2 * capacity), *self.cache.shape[3:])
+            with torch.inference_mode(False):  # a slot's later owners may write outside of that mode
+                grown = self.cache.new_zeros(shape)
             grown[:, :, :capacity] = self.cache
             self.cache = grown
 

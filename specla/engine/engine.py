@@ -85,8 +85,7 @@ class Engine:
         sequence.seed = sequence.seed if params.seed is None else params.seed
         sequence.finish_reason = None
         sequence.from_draft.clear()
-        self._prefill(sequence)
-        self.running.append(sequence)
+        self._start(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """End a sequence at any moment: its slot is free, what was pending there is dropped."""
@@ -113,8 +112,7 @@ class Engine:
         while self.waiting and self.pool.num_free:
             sequence = self.waiting.popleft()
             sequence.slot = self.pool.alloc()
-            self._prefill(sequence)
-            self.running.append(sequence)
+            self._start(sequence)
         batch = list(self.running)
         if not batch:
             return []
@@ -137,13 +135,19 @@ class Engine:
                     self.release(sequence)
         return batch
 
-    def _prefill(self, sequence: Sequence) -> None:
-        """Read all tokens but the last, which is the first root."""
+    def _start(self, sequence: Sequence) -> None:
+        """Read all tokens but the last, which is the first root, and let the sequence run."""
         assert sequence.slot is not None
         unread = sequence.tokens[sequence.num_prefilled : -1]
-        if unread:
-            self.target.prefill(torch.tensor(unread, device=self.pool.device), sequence.slot, self.pool)
-            sequence.num_prefilled += len(unread)
+        try:
+            if unread:
+                self.target.prefill(torch.tensor(unread, device=self.pool.device), sequence.slot, self.pool)
+        except BaseException:
+            sequence.finish_reason = "error"
+            self.release(sequence)
+            raise
+        sequence.num_prefilled += len(unread)
+        self.running.append(sequence)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = self.target.config.eos_token_id

@@ -1,8 +1,8 @@
 """Matrix products whose result for a row does not depend on how many rows there are, nor on which row it is.
 
 A BLAS picks its kernel by shape, and another kernel sums in another order. On the CPU few rows are therefore always
-multiplied in one of two fixed forms: padded up to `_least_rows` and cut into blocks of `BLOCK`. How far to pad is
-measured once per (dtype, shape) on the machine at hand.
+multiplied in one of two fixed forms: padded up to `least_rows` and cut into blocks of `BLOCK`. How far to pad is
+measured once for each shape, dtype and number of threads on the machine at hand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     if x.device.type != "cpu":
         return torch.nn.functional.linear(x, weight)
     flat = x.reshape(-1, x.shape[-1])
-    least = least_rows(weight.shape[0], weight.shape[1], weight.dtype)
+    least = least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
     if flat.shape[0] <= BLOCK:
         out = _fixed(flat, weight, least)
     else:
@@ -41,25 +41,36 @@ def _fixed(x: Tensor, weight: Tensor, least: int) -> Tensor:
 
 
 @functools.cache
-def least_rows(out_features: int, in_features: int, dtype: torch.dtype) -> int:
+def least_rows(out_features: int, in_features: int, dtype: torch.dtype, threads: int) -> int:
     """The smallest number of rows from which this machine's product is row-invariant for the shape.
 
     Raises:
-        RuntimeError: when not even full blocks are, so that bit-exact verification is impossible here.
+        ValueError: when not even full blocks are, so that bit-exact verification is impossible here.
     """
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
-    x = torch.randn(BLOCK, in_features, generator=generator).to(dtype)
+    weight, x = (y.to(dtype) for y in _cancelling(out_features, in_features, generator))
     whole = _fixed(x, weight, BLOCK)
-
-    def agrees(rows: int, least: int) -> bool:
-        return torch.equal(_fixed(x[:rows], weight, least), whole[:rows])
-
     shuffled = torch.randperm(BLOCK, generator=generator)
     if not torch.equal(_fixed(x[shuffled], weight, BLOCK), whole[shuffled]):
-        raise RuntimeError(
-            f"this machine's {dtype} product [{out_features}, {in_features}] depends on the position of a row: "
-            "bit-exact verification is impossible with it, try another dtype"
+        raise ValueError(
+            f"this machine's {dtype} product [{out_features}, {in_features}] depends on the position of a row, so "
+            "that bit-exact verification is impossible with it: try another dtype"
         )
-    disagree = [rows for rows in range(1, BLOCK) if not agrees(rows, 1)]
-    return max([rows + 1 for rows in disagree], default=LEAST_BF16 if dtype == torch.bfloat16 else 1)
+    disagree = [n for n in range(1, BLOCK) if not torch.equal(_fixed(x[:n], weight, 1), whole[:n])]
+    return max([LEAST_BF16 if dtype == torch.bfloat16 else 1, *(n + 1 for n in disagree)])
+
+
+def _cancelling(out_features: int, in_features: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """A weight and `BLOCK` rows whose product is exactly zero.
+
+    All that is left of it is the rounding of the sum's order, which an ordinary product hides when it is rounded to
+    bfloat16: two orders then agree on thousands of entries and differ on the next.
+    """
+    half = in_features // 2
+    order, mix = torch.randperm(half, generator=generator), torch.randperm(in_features, generator=generator)
+    weight = torch.randn(out_features, half, generator=generator)
+    x = torch.randn(BLOCK, half, generator=generator)
+    x = x * 2.0 ** torch.randint(-8, 9, x.shape, generator=generator)
+    weight = torch.cat([weight, weight[:, order], weight.new_ones(out_features, in_features % 2)], 1)
+    x = torch.cat([x, -x[:, order], x.new_zeros(BLOCK, in_features % 2)], 1)
+    return weight[:, mix].contiguous(), x[:, mix].contiguous()
