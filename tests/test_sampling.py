@@ -7,8 +7,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from specla.sampling import Plan, Sampling, first_argmax, gumbel_noise, scores

@@ -106,7 +106,9 @@ def show(number: int, prompt: str | None, text: str) -> str:
 def draw(log: list[dict], measured: list[tuple[int, dict[str, float]]]) -> None:
     figure, left = plt.subplots(figsize=(7, 3.6), dpi=110)
     steps, losses = [row["step"] for row in log], [row["loss"] for row in log]
-    smooth = [sum(losses[max(0, i - 10) : i + 1]) / len(losses[max(0, i - 10) : i + 1]) for i in range(len(losses))]
+    smooth = [
+        sum(losses[max(0, i - 10) : i + 1]) / len(losses[max(0, i - 10) : i + 1]) for i in range(len(losses))
+    ]
     left.plot(steps, losses, color="#c8d6e5", lw=0.8, label="training loss, one batch")
     left.plot(steps, smooth, color="#2e5c8a", lw=1.6, label="mean of 11 logged batches")
     left.set_ylim(2, 4.5)

@@ -126,7 +126,9 @@ def naive_tree_conv(
     if activation not in ("silu", None):
         raise ValueError(f"activation must be 'silu' or None, not {activation!r}")
     if pending is not None:
-        naive_conv_commit(conv_state, pending.x, pending.path, pending.num_nodes - 1, state_indices=state_indices)
+        naive_conv_commit(
+            conv_state, pending.x, pending.path, pending.num_nodes - 1, state_indices=state_indices
+        )
     width = weight.shape[1]
     dtype = torch.promote_types(x.dtype, torch.float32)
     y = torch.zeros_like(x, dtype=dtype)

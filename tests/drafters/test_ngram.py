@@ -6,8 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specla.drafters import DraftRow, NgramDrafter
 from specla.drafters.ngram import NgramIndex

@@ -94,7 +94,9 @@ class Case:
     l2norm: bool
 
     def __repr__(self) -> str:
-        pending = None if self.pending is None else (self.pending.path.tolist(), self.pending.num_nodes.tolist())
+        pending = (
+            None if self.pending is None else (self.pending.path.tolist(), self.pending.num_nodes.tolist())
+        )
         decay = None if self.g is None else round(float(self.g.nan_to_num().min()), 2)
         return (
             f"Case(parents={self.parents}, N={self.tree.size}, "

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specla.ops import chunk_gated_delta, gated_delta_commit, gated_delta_verify
 from specla.ops.naive import naive_chunk_gated_delta

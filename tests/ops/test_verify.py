@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 from specla.ops import gated_delta_commit, gated_delta_verify
@@ -105,7 +104,9 @@ def decode(
         indices = torch.where(live, slots, -1)
         if delayed and pending is not None:  # a row that has just ended is flushed
             gone = torch.where(live, -1, slots)
-            gated_delta_commit(state, pending.factors, pending.path, pending.num_nodes - 1, state_indices=gone)
+            gated_delta_commit(
+                state, pending.factors, pending.path, pending.num_nodes - 1, state_indices=gone
+            )
         o, factors = gated_delta_verify(
             **token,
             tree=Tree.chain(1, batch=len(rows)),

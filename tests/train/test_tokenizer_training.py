@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from specla.tokenizer import Tokenizer, load_tokenizer
 from specla.train.corpus import CHAT_TEMPLATE, chat_parts, corpus_files

@@ -1,0 +1,1 @@
+"""Benchmarks whose last line of output is one JSON document."""

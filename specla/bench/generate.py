@@ -1,0 +1,212 @@
+"""End-to-end speed of several ways to draft on one loaded target, in one process and in turns.
+
+Every way must give the tokens of plain decoding. A speed from a run whose tokens differ is refused: the figures of
+that way are left out and the error says where the tokens part.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from specla.bench.prompts import BenchPrompt
+from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.models.target import Target
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode: a drafter by name and how much it may draft."""
+
+    name: str
+    drafter: str  # "none", "ngram" or "synthetic"
+    config: SpeculativeConfig
+
+    def make_drafter(self, vocab_size: int, seed: int) -> Drafter:
+        config = self.config
+        if self.drafter == "none" or config.max_draft == 0:
+            return NoDrafter()
+        if self.drafter == "ngram":
+            return NgramDrafter(config.max_draft, config.num_steps, config.topk)
+        if self.drafter == "synthetic":
+            rate = config.synthetic_acceptance_rate
+            if rate is None:
+                raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
+            return SyntheticDrafter(rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed)
+        raise ValueError(f"drafter must be ngram, none or synthetic, got {self.drafter!r}")
+
+
+def plain_way(verify: str = "auto") -> Way:
+    return Way("plain", "none", SpeculativeConfig(num_speculative_tokens=0, verify=verify))
+
+
+def default_ways(verify: str = "auto") -> list[Way]:
+    """What a benchmark compares with plain decoding when nothing else is asked for."""
+
+    def config(tokens: int | str, topk: int, rate: float | None = None) -> SpeculativeConfig:
+        return SpeculativeConfig(tokens, 8, topk, verify=verify, synthetic_acceptance_rate=rate)
+
+    return [
+        Way("ngram chain 8", "ngram", config(8, 1)),
+        Way("ngram tree 16", "ngram", config(16, 4)),
+        Way("ngram auto", "ngram", config("auto", 4)),
+        Way("synthetic chain 8 at 0.8", "synthetic", config(8, 1, 0.8)),
+    ]
+
+
+@dataclass
+class BatchRun:
+    """One batch of prompts decoded once. The first round, which holds the prefill, is not in `seconds`."""
+
+    outputs: list[list[int]]
+    tokens: int  # decoded in `seconds`
+    seconds: float
+    rounds: int  # over all sequences, the first included
+    drafted: int
+    accepted: int
+    histogram: Counter[int]
+    round_seconds: list[float] = field(default_factory=list)  # of each round in `seconds`
+
+
+@dataclass
+class WayRuns:
+    """All runs of one way: by batch of prompts, then by repeat."""
+
+    way: Way
+    runs: list[list[BatchRun]] = field(default_factory=list)
+    difference: dict[str, Any] | None = None  # where the tokens first parted from plain decoding's
+
+
+def measure(
+    target: Target,
+    batches: Sequence[Sequence[tuple[BenchPrompt, list[int]]]],
+    ways: Sequence[Way],
+    params: SamplingParams,
+    repeat: int,
+    verify: str = "auto",
+) -> list[WayRuns]:
+    """Decode every batch in every way `repeat` times, plainly first; ways alternate within a repeat.
+
+    Returns:
+        plain decoding, then `ways` in the order given. A way whose tokens differ is not run again.
+    """
+    everything = [WayRuns(way) for way in (plain_way(verify), *ways)]
+    plain = everything[0]
+    for batch in batches:
+        prompts = [ids for _, ids in batch]
+        for each in everything:
+            each.runs.append([])
+        for _ in range(repeat):
+            for each in everything:
+                if each.difference is not None:
+                    continue
+                references = plain.runs[-1][0].outputs if each is not plain else None
+                run = decode(target, each.way, prompts, params, references)
+                each.runs[-1].append(run)
+                each.difference = _difference(batch, plain.runs[-1][0].outputs, run.outputs)
+    return everything
+
+
+def decode(
+    target: Target,
+    way: Way,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    references: Sequence[list[int]] | None = None,
+) -> BatchRun:
+    """Decode one batch; `references` are the outputs of plain decoding, which the synthetic drafter drafts from."""
+    drafter = way.make_drafter(target.config.vocab_size, params.seed or 0)
+    engine = Engine(target, drafter, way.config, max_num_seqs=len(prompts))
+    sequences = [engine.add(ids, params) for ids in prompts]
+    if isinstance(drafter, SyntheticDrafter):
+        assert references is not None
+        for sequence, prompt, output in zip(sequences, prompts, references, strict=True):
+            drafter.references[sequence.key] = [*prompt, *output]
+    engine.step()
+    before = sum(len(sequence.output) for sequence in sequences)
+    marks = [time.perf_counter()]
+    while engine.has_work:
+        engine.step()
+        marks.append(time.perf_counter())
+    metrics = [sequence.metrics for sequence in sequences]
+    return BatchRun(
+        outputs=[sequence.output for sequence in sequences],
+        tokens=sum(len(sequence.output) for sequence in sequences) - before,
+        seconds=marks[-1] - marks[0],
+        rounds=sum(m.num_spec_steps for m in metrics),
+        drafted=sum(m.num_draft_tokens for m in metrics),
+        accepted=sum(m.num_accepted_draft_tokens for m in metrics),
+        histogram=sum((m.accepted_per_round for m in metrics), Counter()),
+        round_seconds=[b - a for a, b in itertools.pairwise(marks)],
+    )
+
+
+def figures(runs: WayRuns, plain: WayRuns, batches: Sequence[int]) -> dict[str, Any]:
+    """The figures of one way over some batches (given by number), JSON-ready.
+
+    The time of a batch is the median of its repeats, so that a moment in which the machine did something else costs
+    nothing.
+    """
+    way, config = runs.way, runs.way.config
+    result: dict[str, Any] = {
+        "name": way.name, "drafter": way.drafter, "num_speculative_tokens": config.num_speculative_tokens,
+        "num_steps": config.num_steps, "topk": config.topk, "verify": config.verify,
+        "synthetic_acceptance_rate": config.synthetic_acceptance_rate,
+    }  # fmt: skip
+    if runs.difference is not None:
+        return result | {"identical": False, "first_difference": runs.difference}
+    mine, theirs = ([each.runs[b] for b in batches] for each in (runs, plain))
+    rate, plain_rate = _rate(mine), _rate(theirs)
+    once = [repeats[0] for repeats in mine]
+    tokens = sum(len(output) for run in once for output in run.outputs)
+    drafted = sum(run.drafted for run in once)
+    histogram = sum((run.histogram for run in once), Counter[int]())
+    steps = [seconds for repeats in mine for run in repeats for seconds in run.round_seconds]
+    repeats = [_rate([[each[r]] for each in mine]) for r in range(len(mine[0]))]
+    return result | {
+        "identical": True,
+        "tokens_per_s": rate and round(rate, 2),
+        "tokens_per_s_of_each_repeat": [each and round(each, 2) for each in repeats],
+        "speedup": round(rate / plain_rate, 3) if rate and plain_rate else None,
+        "acceptance_length": round(tokens / sum(run.rounds for run in once), 3),
+        "acceptance_rate": round(sum(run.accepted for run in once) / drafted, 3) if drafted else None,
+        "acceptance_histogram": [histogram[n] for n in range(max(histogram) + 1)],
+        "median_round_ms": round(1000 * median(steps), 3) if steps else None,
+        "rounds": sum(run.rounds for run in once),
+        "tokens": tokens,
+    }
+
+
+def repeated_share(tokens: Sequence[int], size: int = 8) -> float:
+    """Share of the n-grams of `size` tokens that stood earlier in the same text: how much lookup could gain."""
+    grams = [tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _rate(batches: Sequence[Sequence[BatchRun]]) -> float | None:
+    """Tokens a second over batches, each with its repeats; None when every sequence ended in its first round."""
+    timed = [repeats for repeats in batches if repeats[0].tokens]
+    if not timed:
+        return None
+    seconds = sum(
+        median(run.seconds / run.tokens for run in repeats) * repeats[0].tokens for repeats in timed
+    )
+    return sum(repeats[0].tokens for repeats in timed) / seconds
+
+
+def _difference(
+    batch: Sequence[tuple[BenchPrompt, list[int]]], wanted: list[list[int]], got: list[list[int]]
+) -> dict[str, Any] | None:
+    for (prompt, _), ours, theirs in zip(batch, got, wanted, strict=True):
+        if ours != theirs:
+            pairs = zip(ours, theirs, strict=False)
+            at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+            return {"prompt": prompt.id, "token": at}
+    return None
