@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 from specla.bench.prompts import BenchPrompt
-from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters import SyntheticDrafter
+from specla.engine.drafting import make_drafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.target import Target
@@ -28,19 +29,6 @@ class Way:
     name: str
     drafter: str  # "none", "ngram" or "synthetic"
     config: SpeculativeConfig
-
-    def make_drafter(self, vocab_size: int, seed: int) -> Drafter:
-        config = self.config
-        if self.drafter == "none" or config.max_draft == 0:
-            return NoDrafter()
-        if self.drafter == "ngram":
-            return NgramDrafter(config.max_draft, config.num_steps, config.topk)
-        if self.drafter == "synthetic":
-            rate = config.synthetic_acceptance_rate
-            if rate is None:
-                raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
-            return SyntheticDrafter(rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed)
-        raise ValueError(f"drafter must be ngram, none or synthetic, got {self.drafter!r}")
 
 
 def plain_way(verify: str = "auto") -> Way:
@@ -122,7 +110,7 @@ def decode(
     references: Sequence[list[int]] | None = None,
 ) -> BatchRun:
     """Decode one batch; `references` are the outputs of plain decoding, which the synthetic drafter drafts from."""
-    drafter = way.make_drafter(target.config.vocab_size, params.seed or 0)
+    drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, params.seed or 0)
     engine = Engine(target, drafter, way.config, max_num_seqs=len(prompts))
     sequences = [engine.add(ids, params) for ids in prompts]
     if isinstance(drafter, SyntheticDrafter):

@@ -18,6 +18,7 @@ from specla import __version__
 from specla.bench.generate import Way, default_ways, figures, measure, repeated_share
 from specla.bench.prompts import BenchPrompt, read_prompts
 from specla.bench.steps import time_rounds
+from specla.engine.drafting import check_drafter
 from specla.engine.llm import BUNDLED_MODEL, LLM
 from specla.engine.params import SamplingParams, SpeculativeConfig
 
@@ -147,7 +148,7 @@ def _asked_ways(args: argparse.Namespace) -> list[Way]:
     shape = "chain" if args.topk == 1 else f"top-k {args.topk}"
     name = f"{args.drafter} {shape} {args.num_speculative_tokens}" + ("" if rate is None else f" at {rate:g}")
     way = Way(name, args.drafter, config)
-    way.make_drafter(vocab_size=1 << 16, seed=0)  # a wrong flag should not wait for the model
+    check_drafter(way.drafter, way.config)  # a wrong flag should not wait for the model
     return [way]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from specla.accept import accept
+from specla.drafters.base import Draft, pack
 from specla.models.target import Target
 from specla.state import StatePool
 from specla.tree import Tree
@@ -102,10 +103,11 @@ def _visit(
     whole = Tree([list(shape.parent)] * len(slots))
     deepest = whole.paths(whole.depth.argmax(1))
     num_accepted = [int((path >= 0).sum()) - 1 for path in deepest]
+    drafted = tokens.tolist()
     timed = []
     for number in range(1 + STEPS_A_VISIT):
         start = time.perf_counter()
-        tree = Tree([list(shape.parent)] * len(slots))
+        tree = pack([Draft(row, list(shape.parent)) for row in drafted]).tree
         logits = target.verify(tokens, tree, slots, pool, mode)
         verified = time.perf_counter()
         accept(logits, tokens, tree)

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters import Drafter, NoDrafter, SyntheticDrafter
+from specla.engine.drafting import check_drafter, make_drafter
 from specla.engine.engine import Engine
 from specla.engine.outputs import CompletionOutput, RequestOutput
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
@@ -20,7 +21,6 @@ from specla.models.loader import load_target, resolve_dtype
 from specla.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "specla-mini"
-DRAFTERS = ("ngram", "none", "synthetic")
 
 Prompt = str | list[int]
 
@@ -60,13 +60,13 @@ class LLM:
                 f"speculative_config must be a SpeculativeConfig or a dict, got {speculative_config!r}"
             )
         drafter = "ngram" if drafter is None else drafter
-        _check_drafter(drafter, self.config)
+        check_drafter(drafter, self.config)
         self.model_path = BUNDLED_MODEL if model is None else Path(model)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         self.target = load_target(self.model_path, self.device, self.dtype)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_path)
-        self.drafter = _make_drafter(drafter, self.config, self.target.config.vocab_size, seed)
+        self.drafter = make_drafter(drafter, self.config, self.target.config.vocab_size, seed)
         self._engine = Engine(self.target, self.drafter, self.config, max_num_seqs, seed)
 
     def generate(
@@ -181,28 +181,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
             f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA GPUs"
         )
     return chosen
-
-
-def _check_drafter(name: str, config: SpeculativeConfig) -> None:
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
-    if config.prune_threshold is not None:
-        raise ValueError(f"prune_threshold needs a drafter that gives probabilities, which {name} does not")
-    if config.synthetic_acceptance_rate is not None and name != "synthetic":
-        raise ValueError(f"synthetic_acceptance_rate is for drafter synthetic, not {name}")
-    if config.synthetic_acceptance_rate is None and name == "synthetic":
-        raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
-
-
-def _make_drafter(name: str, config: SpeculativeConfig, vocab_size: int, seed: int) -> Drafter:
-    if name == "none" or config.max_draft == 0:
-        return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(config.max_draft, config.num_steps, config.topk)
-    assert config.synthetic_acceptance_rate is not None
-    return SyntheticDrafter(
-        config.synthetic_acceptance_rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed
-    )
 
 
 def _output(prompt: str | None, sequence: Sequence, stream: TextStream) -> RequestOutput:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from specla.models.config import AttentionConfig, GatedDeltaNetConfig
 from specla.models.past import FullText, Past, Prefill, Verification
 from specla.ops.attention import rotary
-from specla.ops.elementwise import rms_norm, sigmoid, silu, softplus
+from specla.ops.elementwise import sigmoid, silu, softplus
 from specla.ops.linear import row_invariant_linear
 from specla.state import AttentionSpec, RecurrentSpec, StatePool
 from specla.tree import Tree
@@ -22,7 +22,7 @@ QK_NORM_EPS = 1e-5  # flash-linear-attention's default, not in the configuration
 
 
 class Linear(nn.Module):
-    """`x @ weight.T`: the input is rounded to the weight's dtype (or `dtype`), the result returned as float32."""
+    """`x @ weight.T`, multiplied in the weight's dtype (or `dtype`, for training) and returned in x's."""
 
     def __init__(self, in_features: int, out_features: int):
         super().__init__()
@@ -34,11 +34,10 @@ class Linear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    work = dtype or weight.dtype
-    out = torch.float64 if work == torch.float64 else torch.float32
     if torch.is_grad_enabled():
-        return nn.functional.linear(x.to(work), weight.to(work)).to(out)
-    return row_invariant_linear(x.to(work), weight).to(out)
+        work = dtype or weight.dtype
+        return nn.functional.linear(x.to(work), weight.to(work)).to(x.dtype)
+    return row_invariant_linear(x, weight)
 
 
 class RMSNorm(nn.Module):
@@ -48,7 +47,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class DeltaMixer(nn.Module):

@@ -22,8 +22,8 @@ def tree_attention(
 ) -> Tensor:
     """Every node attends to its slot's committed rows, its ancestors and itself.
 
-    The sums run in float64: the order of the keys differs between a tree and one-token decoding, and the rounding to
-    the output's dtype hides it.
+    Each node is computed by itself, over keys laid out as one-token decoding would have them: the shapes and the
+    order of summation are those of decoding, and so are the bits.
 
     Args:
         q: `[B, N, H, D]`; k, v: `[B, N, HKV, D]` of the nodes, rotary positions applied.
@@ -34,31 +34,18 @@ def tree_attention(
     Returns:
         `[B, N, H, D]` in q's dtype, zero at padding nodes.
     """
-    size, dim = q.shape[1], q.shape[3]
-    groups = q.shape[2] // k.shape[2]
-    seen = tree.ancestors | torch.eye(size, dtype=torch.bool, device=q.device)
     out = torch.zeros_like(q)
+    groups = q.shape[2] // k.shape[2]
     for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
-        real = int(tree.num_nodes[b])
-        first = 0 if window is None else max(0, length - window + 1)
-        committed = torch.arange(first, length, device=q.device)
-        rows = committed % keys.shape[1]
-        all_k = (
-            torch.cat([keys[slot, rows], k[b, :real].to(keys.dtype)]).double().repeat_interleave(groups, 1)
-        )
-        all_v = (
-            torch.cat([values[slot, rows], v[b, :real].to(values.dtype)])
-            .double()
-            .repeat_interleave(groups, 1)
-        )
-        depth = tree.depth[b, :real].long()
-        position = torch.cat([committed, length + depth])
-        visible = torch.cat([seen.new_ones(real, length - first), seen[b, :real, :real]], 1)
-        if window is not None:
-            visible &= position > (length + depth)[:, None] - window
-        scores = torch.einsum("nhd,lhd->hnl", q[b, :real].double(), all_k) * dim**-0.5
-        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
-        out[b, :real] = torch.einsum("hnl,lhd->nhd", weights, all_v).to(q.dtype)
+        for i in range(int(tree.num_nodes[b])):
+            path = torch.cat([tree.ancestors[b, i].nonzero()[:, 0], torch.tensor([i], device=q.device)])
+            first = 0 if window is None else max(0, length + len(path) - window)
+            path = path[max(0, first - length) :]
+            rows = torch.arange(min(first, length), length, device=q.device) % keys.shape[1]
+            seen_k = torch.cat([keys[slot, rows], k[b, path].to(keys.dtype)]).repeat_interleave(groups, 1)
+            seen_v = torch.cat([values[slot, rows], v[b, path].to(values.dtype)]).repeat_interleave(groups, 1)
+            scores = torch.einsum("hd,lhd->hl", q[b, i].to(keys.dtype) * q.shape[3] ** -0.5, seen_k)
+            out[b, i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), seen_v).to(q.dtype)
     return out
 
 

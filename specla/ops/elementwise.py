@@ -27,8 +27,3 @@ def softplus(x: Tensor) -> Tensor:
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """`x / sqrt(sum(x^2) + eps)` over the last dimension."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * x / sqrt(mean(x^2) + eps)` over the last dimension."""
-    return x / torch.sqrt((x * x).mean(-1, keepdim=True) + eps) * weight

@@ -19,25 +19,33 @@ LEAST_BF16 = 4  # fewer rows of bfloat16 take longer than four
 def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` for few rows `[..., in]`, each row's bits as if it were alone.
 
-    `weight` is `[out, in]`; `weight @ x.T` is the faster orientation on a CPU and costs the same up to 16 rows.
+    `weight` is `[out, in]`, and x is rounded to its dtype; the result has x's. `weight @ x.T` is the faster
+    orientation on a CPU and costs the same up to 16 rows.
     """
     if x.device.type != "cpu":
-        return torch.nn.functional.linear(x, weight)
+        return torch.nn.functional.linear(x.to(weight.dtype), weight).to(x.dtype)
     flat = x.reshape(-1, x.shape[-1])
+    rows = flat.shape[0]
     least = least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
-    if flat.shape[0] <= BLOCK:
-        out = _fixed(flat, weight, least)
+    if rows < least:
+        padded = flat.new_zeros(least, flat.shape[1], dtype=weight.dtype)
+        padded[:rows] = flat
+        out = (weight @ padded.t())[:, :rows]
+    elif rows <= BLOCK:
+        out = weight @ flat.to(weight.dtype).t()
     else:
-        out = torch.cat([_fixed(block, weight, least) for block in flat.split(BLOCK)])
+        out = torch.cat([weight @ block.t() for block in _blocks(flat.to(weight.dtype), least)], 1)[:, :rows]
+    whole = torch.empty(rows, weight.shape[0], dtype=x.dtype)  # rows side by side again, in x's dtype
+    out = whole.copy_(out.t())
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _fixed(x: Tensor, weight: Tensor, least: int) -> Tensor:
-    rows = x.shape[0]
-    if rows >= least:
-        return (weight @ x.t()).t().contiguous()
-    x = torch.nn.functional.pad(x, (0, 0, 0, least - rows))
-    return (weight @ x.t()).t()[:rows].contiguous()
+def _blocks(x: Tensor, least: int) -> tuple[Tensor, ...]:
+    """Blocks of BLOCK rows; the last is padded to `least` rows if it has fewer."""
+    missing = least - x.shape[0] % BLOCK
+    if least > missing > 0:
+        x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
+    return x.split(BLOCK)
 
 
 @functools.cache
@@ -49,14 +57,14 @@ def least_rows(out_features: int, in_features: int, dtype: torch.dtype, threads:
     """
     generator = torch.Generator().manual_seed(0)
     weight, x = (y.to(dtype) for y in _cancelling(out_features, in_features, generator))
-    whole = _fixed(x, weight, BLOCK)
+    whole = (weight @ x.t()).t()
     shuffled = torch.randperm(BLOCK, generator=generator)
-    if not torch.equal(_fixed(x[shuffled], weight, BLOCK), whole[shuffled]):
+    if not torch.equal((weight @ x[shuffled].t()).t(), whole[shuffled]):
         raise ValueError(
             f"this machine's {dtype} product [{out_features}, {in_features}] depends on the position of a row, so "
             "that bit-exact verification is impossible with it: try another dtype"
         )
-    disagree = [n for n in range(1, BLOCK) if not torch.equal(_fixed(x[:n], weight, 1), whole[:n])]
+    disagree = [n for n in range(1, BLOCK) if not torch.equal((weight @ x[:n].t()).t(), whole[:n])]
     return max([LEAST_BF16 if dtype == torch.bfloat16 else 1, *(n + 1 for n in disagree)])
 
 

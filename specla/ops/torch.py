@@ -46,6 +46,11 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
 
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
+    if tree.size == 1:
+        decay = _decay(g)
+        decay = None if decay is None else decay[:, 0]
+        d, o = _step(kq[:, 0], v[:, 0], decay, beta[:, 0, :, None], _overlap(kq)[:, 0], state)
+        return o[:, None], d[:, None]
     order = tree.order
     flat = [
         x.flatten(0, 1) for x in (kq, v, beta[..., None], _overlap(kq), *(() if g is None else (_decay(g),)))

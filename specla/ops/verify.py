@@ -10,9 +10,10 @@ from torch import Tensor
 from specla.modes import MODES
 from specla.ops import torch as modes
 from specla.ops.checks import check_path, require, select_rows
-from specla.ops.elementwise import l2norm
 from specla.ops.factors import Factors, Pending
 from specla.tree import Tree
+
+L2_EPS = 1e-6
 
 
 def gated_delta_verify(
@@ -127,10 +128,14 @@ def verify(
         g = None if g is None else g.masked_fill(pad, 0)
     work = state.dtype
     kq = torch.stack([k, q], -2).to(work)
-    if normalise:
-        kq = l2norm(kq)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if normalise:  # x / sqrt(sum(x^2) + eps) as a root mean square norm, whose sqrt(K) goes into the factors
+        size = q.shape[-1]
+        kq = torch.nn.functional.rms_norm(kq, (size,), eps=L2_EPS / size)
+        kq = kq * _factors(size**-0.5, scale * size**-0.5, work, q.device)
+    else:
+        kq = kq * _factors(1.0, scale, work, q.device)
     keys = kq[..., 0, :]
-    kq = kq * _query_scale(q.shape[-1] ** -0.5 if scale is None else scale, work, q.device)
     groups = v.shape[2] // k.shape[2]
     if groups > 1:
         kq = kq.repeat_interleave(groups, 2)
@@ -141,8 +146,8 @@ def verify(
 
 
 @functools.lru_cache(maxsize=64)
-def _query_scale(scale: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor([[1.0], [scale]], dtype=dtype, device=device)
+def _factors(key: float, query: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([[key], [query]], dtype=dtype, device=device)
 
 
 def _commit(state: Tensor, slots: Tensor | slice, pending: Pending | None) -> None:

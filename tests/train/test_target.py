@@ -68,7 +68,7 @@ def test_the_loss_falls_and_the_checkpoint_loads(data, tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path: Path) -> None:
-    config, train, valid = data
+    config, train, _ = data
     whole = train_target(config, TRAINING, train, None, tmp_path / "whole")
     train_target(config, TRAINING, train, None, tmp_path / "cut", stop=lambda step: step == 13)
     assert not (tmp_path / "cut" / "model.safetensors").exists()
