@@ -13,7 +13,6 @@ from specla import __version__
 
 if TYPE_CHECKING:
     from specla.engine.llm import LLM
-    from specla.engine.params import SpeculativeConfig
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,20 +73,19 @@ def _parser(argv: Sequence[str]) -> _Parser:
 
         add_bench(commands)
     else:
-        commands.add_parser("bench", help="measure kernels and generation; one JSON line last")
+        commands.add_parser("bench", help="measure generation; one JSON line last")
     return parser
 
 
 def _add_generate(commands: Any) -> None:
-    from specla.engine.params import SamplingParams, SpeculativeConfig
+    from specla.engine.params import SamplingParams
+    from specla.flags import add_model, add_speculation
 
     asked = SamplingParams()
     p = commands.add_parser(
         "generate", help="continue a prompt", description="Continue a prompt, speculatively."
     )
-    p.add_argument(
-        "model", nargs="?", metavar="MODEL", help="checkpoint directory (default: the bundled specla-mini)"
-    )
+    add_model(p)
     p.add_argument(
         "-p", "--prompt", required=True, metavar="TEXT", help="text to continue; - reads it from stdin"
     )
@@ -110,7 +108,7 @@ def _add_generate(commands: Any) -> None:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     p.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    add_model_options(p, SpeculativeConfig())
+    add_speculation(p, drafter="ngram")
     p.add_argument(
         "--compare", action="store_true", help="also decode plainly; print both speeds, check the tokens"
     )
@@ -118,52 +116,13 @@ def _add_generate(commands: Any) -> None:
     p.set_defaults(run=_generate)
 
 
-def add_model_options(p: argparse.ArgumentParser, speculative: SpeculativeConfig) -> None:
-    """Flags that say how to load and how to speculate."""
-    from specla.modes import MODES
-
-    p.add_argument("--drafter", metavar="NAME", help="ngram (default), none or synthetic")
-    p.add_argument(
-        "--num-speculative-tokens",
-        type=_int_or_auto,
-        default=speculative.num_speculative_tokens,
-        metavar="N",
-        help="drafted nodes of a tree; auto, the default: what pays",
-    )
-    p.add_argument(
-        "--num-steps", type=int, default=speculative.num_steps, metavar="N", help="depth of a tree"
-    )
-    p.add_argument(
-        "--topk", type=int, default=speculative.topk, metavar="K", help="children of a node; 1: a chain"
-    )
-    p.add_argument(
-        "--prune-threshold",
-        type=float,
-        default=speculative.prune_threshold,
-        metavar="X",
-        help="for drafters that give probabilities",
-    )
-    p.add_argument("--verify", choices=MODES, default=speculative.verify, help="default: %(default)s")
-    p.add_argument(
-        "--synthetic-acceptance-rate",
-        type=float,
-        default=speculative.synthetic_acceptance_rate,
-        metavar="P",
-        help="of drafter synthetic",
-    )
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
-
-
 def _add_info(commands: Any) -> None:
+    from specla.flags import add_model
+
     p = commands.add_parser(
         "info", help="versions, device, kernels", description="What specla would run on here."
     )
-    p.add_argument(
-        "model", nargs="?", metavar="MODEL", help="checkpoint to describe (default: the bundled one)"
-    )
-    p.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
+    add_model(p, "checkpoint to describe")
     p.add_argument("--json", action="store_true", help="print one JSON document")
     p.set_defaults(run=_info)
 
@@ -200,19 +159,11 @@ def _generate(args: argparse.Namespace) -> int:
 
 def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
     """The LLM that the model options describe."""
-    from specla.engine.params import SpeculativeConfig
+    from specla.flags import speculative_config
 
-    config = SpeculativeConfig(
-        num_speculative_tokens=args.num_speculative_tokens,
-        num_steps=args.num_steps,
-        topk=args.topk,
-        prune_threshold=args.prune_threshold,
-        verify=args.verify,
-        synthetic_acceptance_rate=args.synthetic_acceptance_rate,
-    )
     options = {
         "drafter": args.drafter,
-        "speculative_config": config,
+        "speculative_config": speculative_config(args),
         "device": args.device,
         "dtype": args.dtype,
     }
@@ -233,15 +184,6 @@ def _info(args: argparse.Namespace) -> int:
         for name, value in facts.items():
             print(f"{name.replace('_', ' '):<{width}}  {f'{value:,}' if isinstance(value, int) else value}")
     return 0
-
-
-def _int_or_auto(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f'must be an integer or "auto", got {text!r}') from None
 
 
 def _fail(prog: str, error: object) -> int:

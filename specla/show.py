@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 import time
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -37,16 +38,21 @@ def run_and_show(
 ) -> dict[str, Any]:
     """Generate, print the text as it comes (accepted drafts in colour) and the figures after it.
 
+    Control characters of prompt and text are replaced when stdout is a terminal, coloured or not.
+
     Returns:
         the run as a JSON-ready dict.
     """
     run = Timed(llm.stream(prompt, params))
+    terminal = colour or sys.stdout.isatty()
     if not quiet:
-        print(f"{DIM}{prompt.translate(CONTROLS)}{PLAIN}" if colour else prompt, end="", flush=True)
+        told = prompt.translate(CONTROLS) if terminal else prompt
+        print(f"{DIM}{told}{PLAIN}" if colour else told, end="", flush=True)
     shown = 0
     for output in run:
         if not quiet:
-            print(_news(output.outputs[0], shown, colour), end="", flush=True)
+            news = _news(output.outputs[0], shown, colour)
+            print(news if colour or not terminal else news.translate(CONTROLS), end="", flush=True)
         shown = len(output.outputs[0].text)
     report = _report(llm, run)
     if not quiet:
@@ -62,7 +68,10 @@ def run_and_show(
 def compare(
     llm: LLM, prompt: str, params: SamplingParams, report: dict[str, Any], quiet: bool = False
 ) -> dict[str, Any]:
-    """Decode the same prompt plainly on the same target, and say how the two runs relate."""
+    """Decode the same prompt plainly on the same target, and say how the two runs relate.
+
+    The speed-up is None when either run had one round: that one holds the prefill, so nothing is left to compare.
+    """
     plain = llm.with_drafter(NoDrafter())
     run = Timed(plain.stream(prompt, params))
     for _ in run:
@@ -71,17 +80,19 @@ def compare(
     a, b = report["token_ids"], theirs["token_ids"]
     identical = a == b
     same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    short = min(report["num_rounds"], theirs["num_rounds"]) < 2
     result = {
         "plain_tokens_per_s": theirs["tokens_per_s"],
         "plain_num_tokens": len(b),
-        "speedup": round(report["tokens_per_s"] / theirs["tokens_per_s"], 3),
+        "speedup": None if short else round(report["tokens_per_s"] / theirs["tokens_per_s"], 3),
         "identical": identical,
         "first_difference": None if identical else same,
     }
     if not quiet:
         print(summary(theirs))
         verdict = "identical tokens" if identical else f"tokens DIFFER from number {same} on"
-        print(f"{'':<10}{result['speedup']:>8.2f}x  {verdict}", flush=True)
+        speed = "too short to compare" if short else f"{result['speedup']:>8.2f}x"
+        print(f"{'':<10}{speed}  {verdict}", flush=True)
     return result
 
 

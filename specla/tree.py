@@ -121,6 +121,11 @@ class Tree:
         return torch.from_numpy(above).to(self.device)
 
     @cached_property
+    def lineage(self) -> Tensor:
+        """bool `[B, N, N]`: entry (i, j) says that j is i or lies above i."""
+        return self.ancestors | torch.eye(self.size, dtype=torch.bool, device=self.device)
+
+    @cached_property
     def heavy_child(self) -> Tensor:
         """int32 `[B, N]` the child with the largest subtree (the lowest id among equals), -1 for a leaf."""
         return self._padded(self._heavy_child, torch.int32)
@@ -142,6 +147,13 @@ class Tree:
                 whole.append(seen)
             self._windows[width] = torch.tensor(whole, device=self.device)
         return self._windows[width]
+
+    def window_rows(self, width: int) -> Tensor:
+        """`windows` as flat ids int64 `[B * N * width]` into the rows of the whole batch, history included."""
+        if width not in self._window_rows:
+            first = torch.arange(self.batch, device=self.device)[:, None, None] * (width - 1 + self.size)
+            self._window_rows[width] = (self.windows(width) + first).flatten()
+        return self._window_rows[width]
 
     def paths(self, node: Tensor) -> Tensor:
         """Node ids from the root down to `node` `[B]`: int32 `[B, N]`, padded with -1."""
@@ -250,6 +262,10 @@ class Tree:
 
     @cached_property
     def _windows(self) -> dict[int, Tensor]:
+        return {}
+
+    @cached_property
+    def _window_rows(self) -> dict[int, Tensor]:
         return {}
 
     def _index(self, ids: list[int]) -> Tensor:

@@ -20,7 +20,7 @@ import specla.ops
 from specla import __version__
 from specla.cli import main
 from specla.engine.llm import BUNDLED_MODEL
-from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.params import DRAFTERS, SamplingParams, SpeculativeConfig
 from tests.checkpoints import save_checkpoint
 
 Damage = Callable[[Path], object]
@@ -75,6 +75,13 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
              "--topk", "--prune-threshold", "--verify {auto,serial,parallel,hybrid}", "--json")  # fmt: skip
     assert all(flag in told for flag in flags)
     assert run("train", "--help") == run("train", "target", "--help") == run("bench", "--help") == 0
+
+
+@pytest.mark.parametrize("command", [["generate"], ["bench", "generate"]], ids=" ".join)
+def test_help_lists_every_drafter(capsys: pytest.CaptureFixture[str], command: list[str]):
+    assert run(*command, "--help") == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"--drafter NAME {', '.join(DRAFTERS)}; default" in told
 
 
 def test_help_does_not_load_torch():
@@ -396,9 +403,6 @@ def test_info_of_hybrids_and_of_checkpoints_without_tokenizer(
     assert "no tokenizer files" in facts["tokenizer"]
 
 
-@pytest.mark.skipif(
-    not (BUNDLED_MODEL / "model.safetensors").exists(), reason="the bundled model is not there yet"
-)
 def test_info_of_the_bundled_model(capsys: pytest.CaptureFixture[str]):
     assert run("info", "--json") == 0
     facts = json.loads(capsys.readouterr().out)

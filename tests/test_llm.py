@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import specla
 from specla import LLM, SamplingParams, SpeculativeConfig
+from specla.cli import main
 from specla.engine.llm import BUNDLED_MODEL
 from specla.engine.outputs import RequestOutput
 from tests.checkpoints import save_checkpoint
@@ -244,6 +245,23 @@ def test_an_abandoned_stream_frees_its_slot(checkpoint: Path, close: str):
     assert tokens(llm.generate("s", GREEDY)) == tokens([answer])
 
 
+def test_a_stream_whose_round_another_spoilt_says_so(checkpoint: Path, monkeypatch: pytest.MonkeyPatch):
+    llm = load(checkpoint)
+    first, second = llm.stream("the cat", GREEDY), llm.stream("s", GREEDY)
+    next(first), next(second)
+
+    def broken(*args: object) -> None:
+        raise FloatingPointError("logits are not finite")
+
+    monkeypatch.setattr("specla.engine.engine.run_round", broken)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        next(first)
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="another request"):
+        next(second)
+    assert llm._engine.pool.num_free == 8 and not llm._engine.has_work
+
+
 def test_a_stream_that_never_starts_takes_no_slot(checkpoint: Path):
     llm = load(checkpoint, max_num_seqs=1)
     waiting = llm.stream("the cat", GREEDY)
@@ -377,14 +395,11 @@ def test_logits_that_are_not_finite_are_an_error_and_leave_no_trace(checkpoint: 
         assert llm._engine.pool.num_free == 8
 
 
-def test_the_drafter_that_comes_with_a_model(checkpoint: Path):
+def test_no_drafter_named_is_prompt_lookup(checkpoint: Path):
     assert load(checkpoint, None).drafter.name == "ngram"
     assert load(checkpoint, "ngram", speculative_config={"num_speculative_tokens": 0}).drafter.name == "none"
 
 
-@pytest.mark.skipif(
-    not (BUNDLED_MODEL / "model.safetensors").exists(), reason="the bundled model is not there yet"
-)
 def test_the_bundled_model_speaks():
     llm = LLM()
     (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=12))
@@ -392,3 +407,12 @@ def test_the_bundled_model_speaks():
     assert llm.model_path == BUNDLED_MODEL
     assert "\ufffd" not in text
     assert text.count(" ") >= 3
+
+
+def test_drafts_of_the_bundled_model_change_nothing(capsys: pytest.CaptureFixture[str]):
+    prompt = "def area(width, height):\n    return width * height\n\n\ndef area("
+    argv = ["generate", "-p", prompt, "--max-tokens", "24", "--compare", "--json"]
+    assert main(argv) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["compare"]["identical"] is True
+    assert report["num_accepted_draft_tokens"] > 0

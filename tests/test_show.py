@@ -106,7 +106,7 @@ def test_colour_marks_exactly_the_accepted_drafts(capsys: pytest.CaptureFixture[
     assert ESCAPE.sub("", shown) == text == whole.outputs[0].text
     assert text == "".join(last.pieces)
     assert 0 < sum(last.from_draft) < 30
-    # the drafts of this very run: a synthetic drafter draws anew for every request
+    # the drafts of this very run: a synthetic drafter draws anew for every request of an engine
     spoken: list[tuple[str, bool]] = []
 
     class Spy(LLM):
@@ -144,6 +144,40 @@ def test_control_characters_reach_no_terminal(capsys: pytest.CaptureFixture[str]
     run_and_show(llm, "the\033[2J\x9b\r\x07cat\n\tsat", params(max_tokens=2), colour=True)
     out = ESCAPE.sub("", capsys.readouterr().out)
     assert out.startswith("the\ufffd[2J\ufffd\ufffd\ufffdcat\n\tsat")
+
+
+@pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("TERM", "dumb")], ids=lambda pair: pair[0])
+def test_a_terminal_without_colour_gets_no_control_characters_either(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, llm: LLM, variable: tuple[str, str]
+):
+    monkeypatch.setenv(*variable)
+    bad = "the\033[2J\x9b\rcat\n"
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    assert main(["generate", str(checkpoint), "-p", bad, "--max-tokens", "3"]) == 0
+    assert terminal.getvalue().startswith("the\ufffd[2J\ufffd\ufffdcat\n")
+    monkeypatch.setattr("specla.show._news", lambda *args: "\033]0;title\x07")
+    monkeypatch.setattr("sys.stdout", terminal := Terminal())
+    run_and_show(llm, "the", params(max_tokens=3))
+    assert "\033" not in terminal.getvalue() and "\ufffd]0;title\ufffd" in terminal.getvalue()
+    monkeypatch.setattr("sys.stdout", file := io.StringIO())
+    run_and_show(llm, bad, params(max_tokens=3))
+    assert file.getvalue().startswith(bad), "a file gets what was said"
+
+
+def test_one_round_is_too_short_to_compare(capsys: pytest.CaptureFixture[str], llm: LLM, checkpoint: Path):
+    certain = LLM(
+        checkpoint,
+        "synthetic",
+        {"synthetic_acceptance_rate": 1.0, "num_speculative_tokens": 6},
+        dtype="float32",
+    )
+    for model, tokens in ((llm, 1), (certain, 5)):
+        report = run_and_show(model, PROMPT, params(max_tokens=tokens))
+        assert report["num_rounds"] == 1
+        result = compare(model, PROMPT, params(max_tokens=tokens), report)
+        assert result["speedup"] is None and result["identical"]
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last.strip() == "too short to compare  identical tokens"
 
 
 def test_legend_names_the_drafter_and_is_for_colour_only(capsys: pytest.CaptureFixture[str], llm: LLM):

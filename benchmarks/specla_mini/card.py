@@ -1,4 +1,4 @@
-"""Write specla-mini's model card: figures from its training log, the loss curve, ten unedited samples.
+"""Write specla-mini's model card: figures from its log, its config and run.json, the loss curve, ten unedited samples.
 
 Usage: python benchmarks/specla_mini/card.py
 """
@@ -17,6 +17,7 @@ from specla import LLM, SamplingParams
 from specla.engine.llm import BUNDLED_MODEL
 
 LOG = Path(__file__).parent / "training_log.jsonl"
+RUN = Path(__file__).parent / "run.json"  # what the log does not say
 PROMPTS = (
     "It was late in the evening when the captain",
     "The garden behind the house had been",
@@ -39,23 +40,24 @@ pipeline_tag: text-generation
 # specla-mini
 
 A Gated DeltaNet language model of {parameters:,} parameters, small enough to ship inside a package. It exists so that
-`specla` works from a fresh clone, on a laptop CPU, and so that its figures can be repeated. It writes fluent English
-and plausible Python; it knows little and is often wrong. Do not use it for anything that matters.
+`specla` works from a fresh clone, on a laptop CPU, and so that its figures can be repeated. It writes grammatical
+English and plausible Python, often without sense: it loses the thread after a sentence or two, repeats itself, makes up
+facts and does not follow instructions. Do not use it for anything that matters.
 
-- **Shape**: {layers} layers, hidden {hidden}, {heads} heads of {head_dim} x {head_dim}, MLP {mlp}, convolution of 4,
-  tied embeddings, bfloat16; flash-linear-attention's `gated_deltanet` layout.
+- **Shape**: {layers} layers, hidden {hidden}, {heads} heads of {head_dim} x {head_dim}, MLP {mlp}, convolution of {conv},
+  {tied} embeddings, {dtype}; flash-linear-attention's `gated_deltanet` layout.
 - **Tokenizer**: byte-level BPE of {vocab:,} tokens, trained on the same text. A text starts from nothing;
   `<|endoftext|>` ends it. Chats are written `<|user|>\\n...<|assistant|>\\n...`.
-- **Training**: `benchmarks/specla_mini/train.sh`, on one NVIDIA H200 (torch 2.11.0, CUDA 13.0), 2026-11-30, seed 0:
-  {steps:,} steps of 32 x 1,024 tokens ({tokens:.0f} M tokens, about {epochs:.1f} passes over the weighted corpus), Muon
-  for matrices and AdamW for the rest, {speed:,} tokens/s. Its own chunked, differentiable torch form of the gated delta
-  rule; no other library's kernels.
+- **Training**: `benchmarks/specla_mini/train.sh`, on one {device} (torch {torch}), {date}, seed {seed}: {steps:,} steps of
+  {batch_size} x {seq_len:,} tokens ({tokens:.0f} M tokens, {epochs:.1f} passes over the weighted corpus of {epoch_tokens:,} tokens), Muon for
+  matrices and AdamW for the rest. About {minutes:.0f} minutes at {speed:,} tokens/s, and about {compile_minutes} more to compile; stopped and
+  resumed at step {resumed_at_step:,}. Its own chunked, differentiable torch form of the gated delta rule; no other library's kernels.
 - **Data**: {data}
 - **Licence**: Apache-2.0 for the weights. The training text keeps its own licences (see Data).
 
 ## Held-out text
 
-Bits per UTF-8 byte on whole documents that were not trained on, read in windows of 1,024 tokens:
+Bits per UTF-8 byte on whole documents that were not trained on, read in windows of {seq_len:,} tokens:
 
 | {names} |
 |{dashes}|
@@ -65,11 +67,11 @@ Bits per UTF-8 byte on whole documents that were not trained on, read in windows
 
 ## Ten samples
 
-Temperature {temperature}, top-p {top_p}, seed 0, {max_tokens} tokens; the first ten drawn, unedited: the prompt, then what the model wrote.
+Temperature {temperature}, top-p {top_p}, seed {sample_seed}, at most {max_tokens} tokens; one draw a prompt, unedited: the prompt, then what the model wrote.
 
 {samples}
 """
-DATA = """70.7 M tokens of English prose, documentation, Python, C and chats: public-domain books (Standard Ebooks, CC0),
+DATA = """{corpus:.1f} M tokens of English prose, documentation, Python, C and chats: public-domain books (Standard Ebooks, CC0),
   OpenStax textbooks (CC BY 4.0; access for free at openstax.org), Wikipedia leads and Schema-Guided Dialogue
   (CC BY-SA 4.0), d2l-en and A Byte of Python (CC BY-SA 4.0), GNOME help (CC BY-SA 3.0), African Storybook (CC BY 4.0),
   documentation and source of permissively licensed open-source projects. Every source with its licence is listed in
@@ -79,21 +81,26 @@ DATA = """70.7 M tokens of English prose, documentation, Python, C and chats: pu
 def main() -> None:
     log = [json.loads(line) for line in LOG.read_text().splitlines()]
     measured = [(row["step"], row["bits_per_byte"]) for row in log if "bits_per_byte" in row]
-    draw(log, measured)
+    run = json.loads(RUN.read_text())
+    batch_tokens = run["batch_size"] * run["seq_len"]
+    draw(log, measured, batch_tokens)
     llm = LLM(drafter="none")
     config = llm.target.config
     params = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=120)
     outputs = llm.generate(list(PROMPTS), params)
     samples = [show(n, output.prompt, output.outputs[0].text) for n, output in enumerate(outputs, 1)]
-    final = measured[-1][1]
-    steps = log[-1]["step"]
+    final, steps, speed = measured[-1][1], log[-1]["step"], log[-1]["tokens_per_s"]
+    tokens = steps * batch_tokens
     card = CARD.format(
         parameters=sum(p.numel() for p in llm.target.parameters()), layers=config.num_hidden_layers,
         hidden=config.hidden_size, heads=config.num_heads, head_dim=config.head_dim, mlp=config.mlp_dim,
-        vocab=config.vocab_size, steps=steps, tokens=steps * 32 * 1024 / 1e6, epochs=steps * 32 * 1024 / 76_456_442,
-        speed=log[-1]["tokens_per_s"], data=DATA, names=" | ".join(final), dashes="|".join(["---"] * len(final)),
-        values=" | ".join(f"{value:.3f}" for value in final.values()), temperature=params.temperature,
-        top_p=params.top_p, max_tokens=params.max_tokens, samples="\n\n".join(samples),
+        conv=config.conv_size, tied="tied" if config.tie_word_embeddings else "untied",
+        dtype=json.loads((BUNDLED_MODEL / "config.json").read_text())["dtype"], vocab=config.vocab_size,
+        steps=steps, tokens=tokens / 1e6, epochs=tokens / run["epoch_tokens"], speed=speed,
+        minutes=tokens / speed / 60, data=DATA.format(corpus=run["corpus_tokens"] / 1e6), names=" | ".join(final),
+        dashes="|".join(["---"] * len(final)), values=" | ".join(f"{value:.3f}" for value in final.values()),
+        temperature=params.temperature, top_p=params.top_p, sample_seed=params.seed, max_tokens=params.max_tokens,
+        samples="\n\n".join(samples), **run,
     )  # fmt: skip
     (BUNDLED_MODEL / "README.md").write_text(card, encoding="utf-8")
 
@@ -103,7 +110,7 @@ def show(number: int, prompt: str | None, text: str) -> str:
     return f"**{number}.** `{prompt!r}`\n\n~~~~text\n{text}\n~~~~"
 
 
-def draw(log: list[dict], measured: list[tuple[int, dict[str, float]]]) -> None:
+def draw(log: list[dict], measured: list[tuple[int, dict[str, float]]], batch_tokens: int) -> None:
     figure, left = plt.subplots(figsize=(7, 3.6), dpi=110)
     steps, losses = [row["step"] for row in log], [row["loss"] for row in log]
     smooth = [
@@ -112,7 +119,7 @@ def draw(log: list[dict], measured: list[tuple[int, dict[str, float]]]) -> None:
     left.plot(steps, losses, color="#c8d6e5", lw=0.8, label="training loss, one batch")
     left.plot(steps, smooth, color="#2e5c8a", lw=1.6, label="mean of 11 logged batches")
     left.set_ylim(2, 4.5)
-    left.set_xlabel("step (32,768 tokens each)")
+    left.set_xlabel(f"step ({batch_tokens:,} tokens each)")
     left.set_ylabel("nats a token")
     right = left.twinx()
     right.plot(*zip(*[(step, bits["all"]) for step, bits in measured], strict=True), "o-", color="#c0582b", ms=4,

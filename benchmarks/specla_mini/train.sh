@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How specla-mini was trained, on one H200: about 14 minutes, of which 2 compile. Run again with --resume after a stop.
+# How specla-mini was trained, on one H200: about 13 minutes, and 2 more to compile. Run again with --resume after a stop.
 # Usage: train.sh CORPUS OUT     (CORPUS holds train/ and valid/)
 set -euo pipefail
 specla train tokenizer --data "$1" --out "$2/tokenizer"

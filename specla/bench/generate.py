@@ -22,6 +22,10 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.target import Target
 
 
+class UnrepeatableError(RuntimeError):
+    """Plain decoding gave other tokens for the same prompts, so there is nothing to compare with."""
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to decode: a drafter by name and how much it may draft."""
@@ -84,21 +88,30 @@ def measure(
 
     Returns:
         plain decoding, then `ways` in the order given. A way whose tokens differ is not run again.
+
+    Raises:
+        UnrepeatableError: when the repeats of plain decoding differ among themselves.
     """
     everything = [WayRuns(way) for way in (plain_way(verify), *ways)]
     plain = everything[0]
-    for batch in batches:
+    for number, batch in enumerate(batches):
         prompts = [ids for _, ids in batch]
         for each in everything:
             each.runs.append([])
-        for _ in range(repeat):
+        for again in range(repeat):
             for each in everything:
                 if each.difference is not None:
                     continue
                 references = plain.runs[-1][0].outputs if each is not plain else None
-                run = decode(target, each.way, prompts, params, references)
+                run = decode(target, each.way, prompts, params, references, number)
                 each.runs[-1].append(run)
                 each.difference = _difference(batch, plain.runs[-1][0].outputs, run.outputs)
+                if each is plain and each.difference is not None:
+                    raise UnrepeatableError(
+                        "plain decoding differs from itself: repeat {} of prompt {prompt} from token {token} on".format(
+                            again + 1, **each.difference
+                        )
+                    )
     return everything
 
 
@@ -108,9 +121,14 @@ def decode(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     references: Sequence[list[int]] | None = None,
+    number: int = 0,
 ) -> BatchRun:
-    """Decode one batch; `references` are the outputs of plain decoding, which the synthetic drafter drafts from."""
-    drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, params.seed or 0)
+    """Decode one batch; the synthetic drafter drafts from `references`, the outputs of plain decoding.
+
+    `number` is the batch's own: its repeats draw the same drafts, other batches draw others.
+    """
+    seed = ((params.seed or 0) << 20) + number
+    drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed)
     engine = Engine(target, drafter, way.config, max_num_seqs=len(prompts))
     sequences = [engine.add(ids, params) for ids in prompts]
     if isinstance(drafter, SyntheticDrafter):
@@ -140,7 +158,7 @@ def figures(runs: WayRuns, plain: WayRuns, batches: Sequence[int]) -> dict[str, 
     """The figures of one way over some batches (given by number), JSON-ready.
 
     The time of a batch is the median of its repeats, so that a moment in which the machine did something else costs
-    nothing.
+    nothing; counts (rounds, tokens, accepted drafts) are sums over all repeats.
     """
     way, config = runs.way, runs.way.config
     result: dict[str, Any] = {
@@ -152,22 +170,23 @@ def figures(runs: WayRuns, plain: WayRuns, batches: Sequence[int]) -> dict[str, 
         return result | {"identical": False, "first_difference": runs.difference}
     mine, theirs = ([each.runs[b] for b in batches] for each in (runs, plain))
     rate, plain_rate = _rate(mine), _rate(theirs)
-    once = [repeats[0] for repeats in mine]
-    tokens = sum(len(output) for run in once for output in run.outputs)
-    drafted = sum(run.drafted for run in once)
-    histogram = sum((run.histogram for run in once), Counter[int]())
-    steps = [seconds for repeats in mine for run in repeats for seconds in run.round_seconds]
+    every = [run for repeats in mine for run in repeats]
+    tokens = sum(len(output) for run in every for output in run.outputs)
+    drafted = sum(run.drafted for run in every)
+    rounds = sum(run.rounds for run in every)
+    histogram = sum((run.histogram for run in every), Counter[int]())
+    steps = [seconds for run in every for seconds in run.round_seconds]
     repeats = [_rate([[each[r]] for each in mine]) for r in range(len(mine[0]))]
     return result | {
         "identical": True,
         "tokens_per_s": rate and round(rate, 2),
         "tokens_per_s_of_each_repeat": [each and round(each, 2) for each in repeats],
         "speedup": round(rate / plain_rate, 3) if rate and plain_rate else None,
-        "acceptance_length": round(tokens / sum(run.rounds for run in once), 3),
-        "acceptance_rate": round(sum(run.accepted for run in once) / drafted, 3) if drafted else None,
+        "acceptance_length": round(tokens / rounds, 3),
+        "acceptance_rate": round(sum(run.accepted for run in every) / drafted, 3) if drafted else None,
         "acceptance_histogram": [histogram[n] for n in range(max(histogram) + 1)],
         "median_round_ms": round(1000 * median(steps), 3) if steps else None,
-        "rounds": sum(run.rounds for run in once),
+        "rounds": rounds,
         "tokens": tokens,
     }
 

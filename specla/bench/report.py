@@ -20,7 +20,8 @@ from specla.bench.prompts import BenchPrompt, read_prompts
 from specla.bench.steps import time_rounds
 from specla.engine.drafting import check_drafter
 from specla.engine.llm import BUNDLED_MODEL, LLM
-from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.params import SamplingParams
+from specla.flags import given, speculative_config
 
 CONTEXT = 64  # tokens of the prompt that single rounds start from
 
@@ -136,17 +137,16 @@ def cpu_name() -> str:
 
 def _asked_ways(args: argparse.Namespace) -> list[Way]:
     if args.drafter is None:
+        if given(args):
+            raise ValueError(
+                f"{', '.join(given(args))} needs --drafter: the ways compared without it are fixed"
+            )
         return default_ways(args.verify)
-    rate = args.synthetic_acceptance_rate
-    config = SpeculativeConfig(
-        args.num_speculative_tokens,
-        args.num_steps,
-        args.topk,
-        verify=args.verify,
-        synthetic_acceptance_rate=rate,
+    config, rate = speculative_config(args), args.synthetic_acceptance_rate
+    shape = "chain" if config.topk == 1 else f"top-k {config.topk}"
+    name = f"{args.drafter} {shape} {config.num_speculative_tokens}" + (
+        "" if rate is None else f" at {rate:g}"
     )
-    shape = "chain" if args.topk == 1 else f"top-k {args.topk}"
-    name = f"{args.drafter} {shape} {args.num_speculative_tokens}" + ("" if rate is None else f" at {rate:g}")
     way = Way(name, args.drafter, config)
     check_drafter(way.drafter, way.config)  # a wrong flag should not wait for the model
     return [way]
@@ -170,5 +170,6 @@ def _regime(args: argparse.Namespace) -> str:
     end = "end of text ignored" if args.ignore_eos else "up to the end of text"
     return (
         f"batch {args.batch_size}, {choice}, at most {args.max_tokens} tokens, {end}; wall time of whole rounds after "
-        f"the first (drafting, verification, acceptance, commit; no prefill), ways in turns, medians of {args.repeat}"
+        f"the first (drafting, verification, acceptance, commit; no prefill), ways in turns; "
+        f"times are medians of {args.repeat} repeats, counts are sums over them"
     )

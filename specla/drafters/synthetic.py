@@ -16,7 +16,8 @@ class SyntheticDrafter:
         acceptance: probability that a draft is right if those above it are: one number, or one a depth.
         num_speculative_tokens: most nodes below the root; wrong siblings take what the spine leaves.
         num_steps: length of the spine. topk: siblings at each depth, the spine included.
-        vocab_size: wrong tokens are drawn from it. seed: what is right depends on (seed, key, position) only.
+        vocab_size: wrong tokens are drawn from it. seed: what is right depends on (seed, key, position) only; an engine
+            numbers its requests, so the same requests in the same order meet the same drafts.
 
     Set `references[key]` to the tokens, prompt included, that plain decoding gives; drafts end where they do.
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
-from specla.engine.params import SpeculativeConfig
-
-DRAFTERS = ("ngram", "none", "synthetic")
+from specla.engine.params import DRAFTERS, SpeculativeConfig
 
 
 def check_drafter(name: str, config: SpeculativeConfig) -> None:

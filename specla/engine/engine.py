@@ -62,8 +62,16 @@ class Engine:
         if not len(token_ids):
             raise ValueError("the prompt is empty: at least one token is needed")
         seed = (self.seed << 20) + self.num_requests if params.seed is None else params.seed
+        sequence = Sequence(
+            list(token_ids),
+            params,
+            seed,
+            self._stop_ids(params),
+            should_stop,
+            keep_slot,
+            key=self.num_requests,
+        )
         self.num_requests += 1
-        sequence = Sequence(list(token_ids), params, seed, self._stop_ids(params), should_stop, keep_slot)
         self.waiting.append(sequence)
         return sequence
 
@@ -113,7 +121,9 @@ class Engine:
             sequence = self.waiting.popleft()
             sequence.slot = self.pool.alloc()
             self._start(sequence)
-        batch = list(self.running)
+        batch = sorted(
+            self.running, key=lambda sequence: sequence.slot or 0
+        )  # neighbours are views, not copies
         if not batch:
             return []
         budget = self.budget.choose()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,15 @@ import torch
 from specla.drafters import Drafter, NoDrafter, SyntheticDrafter
 from specla.engine.drafting import check_drafter, make_drafter
 from specla.engine.engine import Engine
-from specla.engine.outputs import CompletionOutput, RequestOutput
-from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
+from specla.engine.outputs import RequestOutput
+from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer, check_sampling
 from specla.engine.sequence import Sequence
-from specla.engine.text import TextStream
+from specla.engine.session import Session, advance
+from specla.engine.text import Prompt, TextStream, encode_prompt, make_output, with_end_tokens
 from specla.models.loader import load_target, resolve_dtype
 from specla.tokenizer import Tokenizer, load_tokenizer
 
 BUNDLED_MODEL = Path(__file__).parent.parent / "assets" / "specla-mini"
-
-Prompt = str | list[int]
 
 
 class LLM:
@@ -30,7 +28,7 @@ class LLM:
 
     Args:
         model: a checkpoint directory (config.json, safetensors, tokenizer), or None for the bundled specla-mini.
-        drafter: "ngram", "none" or "synthetic"; None takes the one that comes with the model, else "ngram".
+        drafter: "ngram", "none" or "synthetic"; None is "ngram".
         speculative_config: a SpeculativeConfig or its fields as a dict.
         device: "auto", "cpu", "cuda" or "cuda:N"; dtype: "auto", "float32", "bfloat16", "float16" or "float64".
         max_num_seqs: sequences that run together.
@@ -78,19 +76,19 @@ class LLM:
             ValueError: for an empty prompt or token ids outside the vocabulary, before anything runs.
             FloatingPointError: when the target's logits are not finite.
         """
-        params = _checked(sampling_params)
-        requests = [self._encode(prompt) for prompt in _as_list(prompts)]
+        params = check_sampling(sampling_params)
+        requests = [encode_prompt(self.tokenizer, prompt) for prompt in _as_list(prompts)]
         references = self._references([ids for _, ids in requests], params)
         runs: list[tuple[str | None, Sequence, TextStream]] = []
         try:
             for (text, ids), reference in zip(requests, references, strict=True):
                 runs.append((text, *self._start(ids, params, reference)))
             while not all(sequence.finish_reason for _, sequence, _ in runs):
-                self._engine.step()
+                advance(self._engine)
         finally:
             for _, sequence, _ in runs:
                 self._engine.release(sequence)
-        return [_output(text, sequence, stream) for text, sequence, stream in runs]
+        return [make_output(text, sequence, stream) for text, sequence, stream in runs]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -98,8 +96,20 @@ class LLM:
         """The output so far, after every round; several streams may take turns.
 
         Closing the iterator, or dropping it, ends the request and frees its slot.
+
+        Raises:
+            ValueError, FloatingPointError: as `generate`.
+            RuntimeError: when a round failed that another stream or call had started.
         """
-        return self._stream(*self._encode(prompt), _checked(sampling_params))
+        return self._stream(*encode_prompt(self.tokenizer, prompt), check_sampling(sampling_params))
+
+    def session(self) -> Session:
+        """A text that grows over several calls; it holds a slot until it is closed.
+
+        Raises:
+            ValueError: with the synthetic drafter.
+        """
+        return Session(self._engine, self.tokenizer)
 
     def with_drafter(self, drafter: Drafter) -> LLM:
         """The same target and settings with another drafter and slots of its own."""
@@ -115,12 +125,16 @@ class LLM:
         told = len(ids)
         try:
             while not sequence.finish_reason:
-                self._engine.step()
+                advance(self._engine)
                 if len(sequence.tokens) > told:  # it may still wait for a slot
                     told = len(sequence.tokens)
-                    yield _output(text, sequence, stream)
+                    yield make_output(text, sequence, stream)
+            if sequence.finish_reason == "error":
+                raise RuntimeError(
+                    "this stream was ended by an error in a round that another request had started"
+                )
             if len(sequence.tokens) > told:  # it ended while another stream had its turn
-                yield _output(text, sequence, stream)
+                yield make_output(text, sequence, stream)
         finally:
             self._engine.release(sequence)
 
@@ -128,17 +142,11 @@ class LLM:
         self, ids: list[int], params: SamplingParams, reference: list[int] | None
     ) -> tuple[Sequence, TextStream]:
         stream = TextStream(self.tokenizer, params.stop_strings)
-        sequence = self._engine.add(ids, self._with_eos(params), should_stop=stream.push)
+        sequence = self._engine.add(ids, with_end_tokens(params, self.tokenizer), should_stop=stream.push)
         if reference is not None:
             assert isinstance(self.drafter, SyntheticDrafter)
             self.drafter.references[sequence.key] = reference
         return sequence, stream
-
-    def _with_eos(self, params: SamplingParams) -> SamplingParams:
-        """generation_config.json may name more tokens that end a text than config.json, which the engine knows."""
-        if params.ignore_eos:
-            return params
-        return replace(params, stop_token_ids=(*params.stop_token_ids, *self.tokenizer.eos_token_ids))
 
     def _references(self, prompts: list[list[int]], params: SamplingParams) -> list[list[int]] | list[None]:
         """What plain decoding gives, for the synthetic drafter to draft from; None for all others."""
@@ -150,18 +158,6 @@ class LLM:
             output.prompt_token_ids + output.outputs[0].token_ids
             for output in plain.generate(prompts, params)
         ]
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if not isinstance(prompt, str):
-            return None, list(prompt)
-        if not prompt:
-            raise ValueError("the prompt is empty")
-        ids = self.tokenizer.encode(prompt)
-        if not ids:
-            raise ValueError(
-                f"the prompt is empty to this model's tokenizer: it has no tokens for {prompt[:40]!r}"
-            )
-        return prompt, ids
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -181,24 +177,6 @@ def resolve_device(device: str | torch.device) -> torch.device:
             f"device {device} was asked for, but there are {torch.cuda.device_count()} CUDA GPUs"
         )
     return chosen
-
-
-def _output(prompt: str | None, sequence: Sequence, stream: TextStream) -> RequestOutput:
-    if sequence.finish_reason:
-        stream.finish()
-    text = stream.text if sequence.finish_reason else stream.visible
-    completion = CompletionOutput(
-        text, sequence.output, sequence.finish_reason, list(sequence.from_draft), list(stream.pieces)
-    )
-    return RequestOutput(
-        prompt, sequence.tokens[: sequence.prompt_length], [completion], copy.deepcopy(sequence.metrics)
-    )
-
-
-def _checked(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
-    return params or SamplingParams()
 
 
 def _as_list(prompts: Any) -> list[Prompt]:

@@ -9,11 +9,15 @@ from specla.engine.sequence import SequenceMetrics
 
 @dataclass
 class CompletionOutput:
-    """One continuation: its text (stop string and special tokens excluded), its tokens (end token included)."""
+    """One continuation: its text (stop string and special tokens excluded), its tokens (end token included).
+
+    finish_reason: None while it grows, then "stop" (an end token, a stop token or a stop string), "length"
+    (max_tokens are there), "error" (its round failed; what raised says why) or "abort" (ended from outside).
+    """
 
     text: str
     token_ids: list[int]
-    finish_reason: str | None  # "stop", "length", or None while it grows
+    finish_reason: str | None
     from_draft: list[bool] = field(default_factory=list)  # for each token: was it an accepted draft?
     pieces: list[str] = field(default_factory=list)  # for each token: the text that it completed
 

@@ -9,6 +9,7 @@ from typing import Any
 from specla.modes import MODES
 
 LEAST = 1e-6  # of what must not be 0, in float32 either
+DRAFTERS = ("ngram", "none", "synthetic")  # by name; `drafting` makes them
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class SamplingParams:
 
     Args:
         temperature: 0 takes the most likely token; above it, tokens are drawn with noise that depends on the seed and
-            the position alone, so that a seed gives the same tokens with any drafter and without one.
+            the position alone: drafting changes when a token arrives, not which one.
         top_p, top_k, min_p: keep the smallest set of tokens with this mass; this many (-1: all); those with at least
             this share of the best one's probability.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen before.
@@ -120,6 +121,13 @@ class SpeculativeConfig:
         if unknown:
             raise ValueError(f"unknown speculative_config keys {unknown}, allowed are {known}")
         return cls(**raw)
+
+
+def check_sampling(params: SamplingParams | None) -> SamplingParams:
+    """The parameters asked for, the defaults for None; ValueError for anything else."""
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params must be SamplingParams, got {params!r}")
+    return params or SamplingParams()
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:

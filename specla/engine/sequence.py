@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from specla.engine.params import SamplingParams
-
-_keys = itertools.count()
 
 
 @dataclass
@@ -43,7 +40,7 @@ class Sequence:
     stop_ids: frozenset[int]
     should_stop: Callable[[int], bool] | None = None  # asked after each new token
     keep_slot: bool = False
-    key: int = field(default_factory=lambda: next(_keys))
+    key: int = field(kw_only=True)  # its number within its engine, by which drafters know it
     slot: int | None = None
     num_prefilled: int = 0  # tokens that the target has read, or holds as pending
     finish_reason: str | None = None

@@ -1,8 +1,16 @@
-"""From tokens to text as they arrive: complete characters only, and stop strings that may span tokens."""
+"""Prompts to tokens, and tokens to text as they arrive: whole characters, and stop strings that may span tokens."""
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
+from specla.engine.outputs import CompletionOutput, RequestOutput
+from specla.engine.params import SamplingParams
+from specla.engine.sequence import Sequence
 from specla.tokenizer import StreamDecoder, Tokenizer
+
+Prompt = str | list[int]
 
 
 class TextStream:
@@ -45,3 +53,37 @@ class TextStream:
             self.text, self.stopped = self.text[: min(hits)], True
         if self.pieces:
             self.pieces[-1] += piece
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, list[int]]:
+    """The text, if it is one, and its tokens; ValueError for a text without tokens."""
+    if not isinstance(prompt, str):
+        return None, list(prompt)
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    ids = tokenizer.encode(prompt)
+    if not ids:
+        raise ValueError(
+            f"the prompt is empty to this model's tokenizer: it has no tokens for {prompt[:40]!r}"
+        )
+    return prompt, ids
+
+
+def with_end_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """generation_config.json may name more tokens that end a text than config.json, which the engine knows."""
+    if params.ignore_eos:
+        return params
+    return replace(params, stop_token_ids=(*params.stop_token_ids, *tokenizer.eos_token_ids))
+
+
+def make_output(prompt: str | None, sequence: Sequence, stream: TextStream) -> RequestOutput:
+    """What the caller sees of a sequence now: a snapshot."""
+    if sequence.finish_reason:
+        stream.finish()
+    text = stream.text if sequence.finish_reason else stream.visible
+    completion = CompletionOutput(
+        text, sequence.output, sequence.finish_reason, list(sequence.from_draft), list(stream.pieces)
+    )
+    return RequestOutput(
+        prompt, sequence.tokens[: sequence.prompt_length], [completion], copy.deepcopy(sequence.metrics)
+    )

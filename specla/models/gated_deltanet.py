@@ -34,7 +34,7 @@ class Linear(nn.Module):
 
 
 def linear(x: Tensor, weight: Tensor, dtype: torch.dtype | None) -> Tensor:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or dtype is not None:
         work = dtype or weight.dtype
         return nn.functional.linear(x.to(work), weight.to(work)).to(x.dtype)
     return row_invariant_linear(x, weight)
@@ -168,8 +168,10 @@ class GatedDeltaNet(nn.Module):
                 else:
                     weight.fill_(1)
 
-    def set_compute_dtype(self, dtype: torch.dtype) -> None:
-        """Multiply matrices in `dtype` whatever they are stored in: for training with fp32 weights."""
+    def set_compute_dtype(self, dtype: torch.dtype | None) -> None:
+        """Multiply matrices in `dtype` whatever they are stored in, for training with fp32 weights; None: in their own,
+        row by row exact.
+        """
         self.compute_dtype = dtype
         for module in self.modules():
             if isinstance(module, Linear):

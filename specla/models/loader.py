@@ -6,7 +6,9 @@ Weights come from safetensors only, and nothing in a checkpoint is executed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from torch import Tensor
 
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import AttentionMixer, DeltaMixer, GatedDeltaNet
+from specla.ops.linear import least_rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -49,6 +53,10 @@ def load_target(
         # joined is a copy: weights must not change when their file does
         state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
     model.load_state_dict(state, assign=True)
+    if device.type == "cpu":
+        for weight in model.parameters():
+            if weight.dim() == 2:  # measured now rather than in the first request
+                least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
     return model.requires_grad_(False).eval()
 
 
@@ -63,7 +71,11 @@ def read_config(directory: str | Path) -> GatedDeltaNetConfig:
 def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write `config.json`, `generation_config.json` and `model.safetensors` as flash-linear-attention does.
 
-    Matrices are stored in `dtype`; vectors too, but for `A_log` and `dt_bias`, which stay float32.
+    Matrices are stored in `dtype`; vectors too, but for `A_log` and `dt_bias`, which stay float32. Each file is whole
+    or as it was before, and the weights come last.
+
+    Raises:
+        OSError: with the path in its message, on a full disk for instance.
     """
     from safetensors.torch import save_file
 
@@ -80,9 +92,28 @@ def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype 
             tensors[part] = piece.reshape(shapes[part]).to(kept).contiguous().clone()
     special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.to_dict()["eos_token_id"]}
     raw = dict(config.to_dict(), dtype=str(dtype).removeprefix("torch."))
-    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    (directory / "generation_config.json").write_text(json.dumps(special, indent=2) + "\n")
-    save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
+    for name, content in (("config.json", raw), ("generation_config.json", special)):
+        text = json.dumps(content, indent=2) + "\n"
+        replace_file(directory / name, partial(Path.write_text, data=text, encoding="utf-8"))
+    replace_file(directory / SINGLE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+
+
+def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let `write` fill a file beside `path`, then put it in place at once; a failure leaves what stood there.
+
+    Raises:
+        OSError: with the path in its message, on a full disk for instance.
+    """
+    from safetensors import SafetensorError
+
+    beside = path.with_name(path.name + ".partial")
+    try:
+        write(beside)
+        os.replace(beside, path)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch, safetensors: a full disk
+        raise OSError(f"{path} could not be written ({error}); what stood there before is whole") from error
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
@@ -108,9 +139,9 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
 def parameter_sources(model: GatedDeltaNet) -> dict[str, list[str]]:
     """For each of our parameters, the checkpoint tensors whose rows it holds, in order."""
     config = model.config
-    names = {"embeddings.weight": ["model.embeddings.weight"], "norm.weight": ["model.norm.weight"]}
+    names = {"embeddings.weight": [EMBEDDINGS], "norm.weight": ["model.norm.weight"]}
     if not config.tie_word_embeddings:
-        names["lm_head.weight"] = ["lm_head.weight"]
+        names["lm_head.weight"] = [HEAD]
     for i, layer in enumerate(model.layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         for norm in ("attn_norm", "mlp_norm"):
@@ -143,9 +174,9 @@ def checkpoint_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]
     hidden, mlp = config.hidden_size, config.mlp_dim
     key, value, heads = config.key_dim, config.value_dim, config.value_heads
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embeddings.weight": (config.vocab_size, hidden),
+        EMBEDDINGS: (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
-        "lm_head.weight": (config.vocab_size, hidden),
+        HEAD: (config.vocab_size, hidden),
     }
     for i in range(config.num_hidden_layers):
         spec = config.attention(i)
@@ -193,13 +224,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_weights(directory: Path, config: GatedDeltaNetConfig, expected: set[str]) -> dict[str, Tensor]:
     shapes = checkpoint_shapes(config)
+    optional = {HEAD} if config.tie_word_embeddings else set()
     weights: dict[str, Tensor] = {}
     stored: set[str] = set()
     for file, name, tensor in _stored_tensors(directory):
         if name in stored:
             raise ValueError(f"{file}: {name} is stored twice")
         stored.add(name)
-        if name not in expected:
+        if name not in expected | optional:
             continue
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
@@ -210,14 +242,21 @@ def _read_weights(directory: Path, config: GatedDeltaNetConfig, expected: set[st
                 f"{file}: {name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
             )
         weights[name] = tensor
-    if config.tie_word_embeddings:
-        stored.discard("lm_head.weight")
-    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
+    missing, unexpected = sorted(expected - stored), sorted(stored - expected - optional)
     if missing or unexpected:
         told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
                 for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
         raise ValueError(f"{directory}: the weights do not fit config.json: {' and '.join(told)}")
+    if optional & stored and not _same_values(weights.pop(HEAD), weights[EMBEDDINGS]):
+        raise ValueError(
+            f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDINGS}"
+        )
     return weights
+
+
+def _same_values(a: Tensor, b: Tensor) -> bool:
+    wide = torch.promote_types(a.dtype, b.dtype)
+    return torch.equal(a.to(wide), b.to(wide))
 
 
 def _stored_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:

@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specla.modes import MODES
 from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
 from specla.ops.conv import convolve
@@ -99,6 +100,8 @@ class Verification:
     """A draft tree for each of some slots: commits what is pending there, keeps the new nodes' factors."""
 
     def __init__(self, pool: StatePool, slots: list[int], tree: Tree, mode: str):
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         assert tree.size <= pool.max_nodes, f"a tree of {tree.size} nodes in an envelope of {pool.max_nodes}"
         pool.flush(slots)
         self.pool, self.slots, self.tree, self.mode = pool, slots, tree, mode

@@ -38,7 +38,7 @@ def tree_attention(
     groups = q.shape[2] // k.shape[2]
     for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         for i in range(int(tree.num_nodes[b])):
-            path = torch.cat([tree.ancestors[b, i].nonzero()[:, 0], torch.tensor([i], device=q.device)])
+            path = tree.lineage[b, i].nonzero()[:, 0]
             first = 0 if window is None else max(0, length + len(path) - window)
             path = path[max(0, first - length) :]
             rows = torch.arange(min(first, length), length, device=q.device) % keys.shape[1]

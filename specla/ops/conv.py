@@ -107,8 +107,8 @@ def convolve(
     if tree.is_chain:  # a view; past the end of a shorter chain lies padding
         taps = joined.unfold(1, width, 1).transpose(2, 3)  # [B, N, W, D]
     else:
-        rows = torch.arange(x.shape[0], device=x.device)[:, None, None]
-        taps = joined[rows, tree.windows(width)]
+        taps = joined.flatten(0, 1).index_select(0, tree.window_rows(width))
+        taps = taps.view(x.shape[0], x.shape[1], width, x.shape[2])
     y = (taps * weight.t()).sum(2)
     y = y if bias is None else y + bias
     return (silu(y) if activation == "silu" else y).to(x.dtype)

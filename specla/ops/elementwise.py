@@ -1,7 +1,7 @@
 """Elementwise functions whose bits do not depend on how many elements are computed together.
 
-torch's own silu, sigmoid, softplus and rsqrt round differently in a vector's tail than in its body, so that a token
-verified among sixteen would not equal the same token decoded alone. exp, log, sqrt and the four operations do not.
+torch's own silu, sigmoid and softplus round differently in a vector's tail than in its body, so that a token verified
+among sixteen would not equal the same token decoded alone. exp, log1p, sqrt, rsqrt and the four operations do not.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """`log(1 + exp(x))`, in float64 inside so that small values keep their digits."""
-    wide = x.double()
-    return (wide.clamp(min=0) + torch.log(1.0 + torch.exp(-wide.abs()))).to(x.dtype)
+    """`log(1 + exp(x))` without overflow."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:

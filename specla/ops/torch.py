@@ -19,25 +19,31 @@ Result = tuple[Tensor, Tensor]
 
 
 def serial(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree) -> Result:
-    """One node after another, each from its parent's state."""
-    batch, size = v.shape[:2]
-    decay, overlap = _decay(g), _overlap(kq)
+    """One node after another, each from its parent's state; on a tree that branches, every node's state is kept
+    until the layer is done.
+    """
+    batch, size, heads, dim = v.shape
+    nodes = [
+        x.flatten(0, 2)
+        for x in _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1))
+    ]
+    steps = zip(*(x.split(batch * heads) for x in nodes), strict=True)
     rows = torch.arange(batch, device=v.device)
     parent = tree.parent.long().clamp(min=0)
     states = state.new_empty(0 if tree.is_chain else size, *state.shape)
-    before, d_parts, o_parts = state, [], []
-    for i in range(size):
+    before, d_parts, o_parts = state.flatten(0, 1), [], []
+    for i, step in enumerate(steps):
         if i and not tree.is_chain:
-            before = states[parent[:, i], rows]
-        decay_i = None if decay is None else decay[:, i]
-        d, o = _step(kq[:, i], v[:, i], decay_i, beta[:, i, :, None], overlap[:, i], before)
+            before = states[parent[:, i], rows].flatten(0, 1)
+        d, o = _read(step, before)
         d_parts.append(d)
         o_parts.append(o)
         if tree.is_chain:
-            before = _update(before.clone() if i == 0 else before, kq[:, i, :, 0], d, decay_i)
+            before = _write(step, d, before.clone() if i == 0 else before)
         else:
-            states[i] = _update(before.clone(), kq[:, i, :, 0], d, decay_i)
-    o, d = torch.stack(o_parts, 1), torch.stack(d_parts, 1)
+            states[i] = _write(step, d, before.clone()).view(state.shape)
+    shape = (size, batch, heads, dim)
+    o, d = (torch.cat(parts).view(shape).transpose(0, 1).contiguous() for parts in (o_parts, d_parts))
     return (o, d) if tree.is_full else (o * tree.valid[..., None, None], d * tree.valid[..., None, None])
 
 
@@ -46,36 +52,34 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
 
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
-    if tree.size == 1:
-        decay = _decay(g)
-        decay = None if decay is None else decay[:, 0]
-        d, o = _step(kq[:, 0], v[:, 0], decay, beta[:, 0, :, None], _overlap(kq)[:, 0], state)
-        return o[:, None], d[:, None]
+    batch, size, heads, dim = v.shape
+    columns = _columns(kq, v, g, beta)
+    if size == 1:
+        d, o = _read(tuple(x.flatten(0, 2) for x in columns), state.flatten(0, 1))
+        return o.view(v.shape), d.view(v.shape)
+    columns = [x.flatten(0, 1) for x in columns]
     order = tree.order
-    flat = [
-        x.flatten(0, 1) for x in (kq, v, beta[..., None], _overlap(kq), *(() if g is None else (_decay(g),)))
-    ]
     if order is not None:
-        flat = [x.index_select(0, order) for x in flat]
-    sizes = [level.nodes.shape[0] for level in tree.levels]
-    parts = zip(*(x.split(sizes) for x in flat), strict=True)
+        columns = [x.index_select(0, order) for x in columns]
+    sizes = [level.nodes.shape[0] * heads for level in tree.levels]
+    steps = zip(*(x.flatten(0, 1).split(sizes) for x in columns), strict=True)
+    live, owned = state.flatten(0, 1), False  # [live states * HV, V, K]
     d_parts, o_parts = [], []
-    live, owned = state, False
-    for (_, rows, num_inner), (kq_t, v_t, beta_t, overlap_t, *rest) in zip(tree.levels, parts, strict=True):
-        decay_t = rest[0] if rest else None
+    for (_, rows, num_inner), step in zip(tree.levels, steps, strict=True):
         if rows is not None:
-            live, owned = live.index_select(0, rows), True
-        d, o = _step(kq_t, v_t, decay_t, beta_t, overlap_t, live)
+            live, owned = live.view(-1, *state.shape[1:]).index_select(0, rows).flatten(0, 1), True
+        d, o = _read(step, live)
         d_parts.append(d)
         o_parts.append(o)
         if num_inner:
-            live = live[:num_inner]
-            decay_t = None if decay_t is None else decay_t[:num_inner]
-            live = _update(live if owned else live.clone(), kq_t[:num_inner, :, 0], d[:num_inner], decay_t)
-            owned = True
+            inner = num_inner * heads
+            if inner < d.shape[0]:
+                live, d, step = live[:inner], d[:inner], tuple(x[:inner] for x in step)
+            live, owned = _write(step, d, live if owned else live.clone()), True
     o, d = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (o_parts, d_parts))
+    o, d = o.view(-1, heads, dim), d.view(-1, heads, dim)
     if order is not None:
-        o, d = (v.new_zeros(v.shape[0] * v.shape[1], *v.shape[2:]).index_copy_(0, order, x) for x in (o, d))
+        o, d = (v.new_zeros(batch * size, heads, dim).index_copy_(0, order, x) for x in (o, d))
     return o.view(v.shape), d.view(v.shape)
 
 
@@ -86,7 +90,7 @@ def parallel(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tenso
     """
     size = tree.size
     above = tree.ancestors[:, None]  # [B, 1, N, N]
-    here = above | torch.eye(size, dtype=torch.bool, device=v.device)
+    here = tree.lineage[:, None]
     valid = tree.valid[:, None, :, None]
     beta = beta.transpose(1, 2)[..., None] * valid
     both = kq.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, HV, 2N, K], keys before queries
@@ -129,28 +133,31 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
     return state
 
 
-def _step(
-    kq: Tensor, v: Tensor, decay: Tensor | None, beta: Tensor, overlap: Tensor, state: Tensor
-) -> Result:
-    """One token from `state` `[M, HV, V, K]`: its corrected value d and its output o, both `[M, HV, V]`."""
-    read = kq @ state.transpose(-1, -2)  # [M, HV, 2, V]
-    if decay is not None:
-        read = read * decay
-    from_key, from_query = read.unbind(2)
+def _columns(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> list[Tensor]:
+    """What a step reads, each `[.., .., HV, ...]`: kq, k, v, beta, k . q, and exp(g) if there is a decay."""
+    k = kq[..., :1, :]
+    overlap = (kq[..., 0, :] * kq[..., 1, :]).sum(-1, keepdim=True)
+    return [kq, k, v, beta[..., None], overlap, *(() if g is None else (torch.exp(g)[..., None, None],))]
+
+
+def _read(step: tuple[Tensor, ...], state: Tensor) -> Result:
+    """Corrected values d and outputs o `[M, V]` of one token for each of the states `[M, V, K]`."""
+    kq, _, v, beta, overlap, *decay = step
+    read = torch.bmm(kq, state.transpose(1, 2))  # [M, 2, V]
+    if decay:
+        read = read * decay[0]
+    from_key, from_query = read.unbind(1)
     d = beta * (v - from_key)
     return d, torch.addcmul(from_query, d, overlap)
 
 
-def _update(state: Tensor, k: Tensor, d: Tensor, decay: Tensor | None) -> Tensor:
-    if decay is not None:
-        state.mul_(decay)
-    return state.addcmul_(d[..., None], k[..., None, :])
+def _write(step: tuple[Tensor, ...], d: Tensor, state: Tensor) -> Tensor:
+    """The states after those tokens, in place."""
+    _, k, _, _, _, *decay = step
+    if decay:
+        state.mul_(decay[0])
+    return state.addcmul_(d[:, :, None], k)
 
 
-def _decay(g: Tensor | None) -> Tensor | None:
-    return None if g is None else torch.exp(g)[..., None, None]
-
-
-def _overlap(kq: Tensor) -> Tensor:
-    """`k . q` of each node, `[B, N, HV, 1]`."""
-    return (kq[..., 0, :] * kq[..., 1, :]).sum(-1, keepdim=True)
+def _turn(g: Tensor | None) -> Tensor | None:
+    return None if g is None else g.transpose(0, 1)

@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from specla.modes import MODES
+from specla.modes import AUTO, MODES
 from specla.ops import torch as modes
 from specla.ops.checks import check_path, require, select_rows
 from specla.ops.factors import Factors, Pending
@@ -132,21 +132,21 @@ def verify(
     if normalise:  # x / sqrt(sum(x^2) + eps) as a root mean square norm, whose sqrt(K) goes into the factors
         size = q.shape[-1]
         kq = torch.nn.functional.rms_norm(kq, (size,), eps=L2_EPS / size)
-        kq = kq * _factors(size**-0.5, scale * size**-0.5, work, q.device)
+        kq = kq * _key_query_scale(size**-0.5, scale * size**-0.5, work, q.device)
     else:
-        kq = kq * _factors(1.0, scale, work, q.device)
+        kq = kq * _key_query_scale(1.0, scale, work, q.device)
     keys = kq[..., 0, :]
     groups = v.shape[2] // k.shape[2]
     if groups > 1:
         kq = kq.repeat_interleave(groups, 2)
     beta, g = beta.to(work), None if g is None else g.to(work)
-    run = {"serial": modes.serial, "parallel": modes.parallel}.get(mode, modes.hybrid)
-    o, d = run(kq, v.to(work), g, beta, state, tree)
+    run = {"serial": modes.serial, "parallel": modes.parallel, "hybrid": modes.hybrid}
+    o, d = run[AUTO if mode == "auto" else mode](kq, v.to(work), g, beta, state, tree)
     return o.to(v.dtype), Factors(keys, d, torch.zeros_like(beta) if g is None else g)
 
 
 @functools.lru_cache(maxsize=64)
-def _factors(key: float, query: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _key_query_scale(key: float, query: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor([[key], [query]], dtype=dtype, device=device)
 
 

@@ -86,7 +86,7 @@ def _train_target(args: argparse.Namespace) -> int:
     from specla.tokenizer import load_tokenizer
     from specla.train.cache import prepare_tokens
     from specla.train.corpus import corpus_files
-    from specla.train.target import TargetTraining, train_target
+    from specla.train.target import RESUMABLE, TargetTraining, train_target
 
     device = resolve_device(args.device)
     tokenizer = load_tokenizer(args.tokenizer)
@@ -111,7 +111,7 @@ def _train_target(args: argparse.Namespace) -> int:
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         if (Path(args.tokenizer) / name).exists():
             shutil.copy(Path(args.tokenizer) / name, out / name)
-    finished = (out / "model.safetensors").exists()
+    finished = not (out / RESUMABLE).exists()  # weights that stand there may be an older run's
     print(f"{out}: {sum(p.numel() for p in model.parameters()):,} parameters"
           f"{'' if finished else ', not finished: go on with --resume'}")  # fmt: skip
     return 0

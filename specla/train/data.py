@@ -102,10 +102,6 @@ class TokenDataset:
             yield self.batch(step, batch_size, seq_len, seed=seed)
             step += 1
 
-    def steps_per_epoch(self, batch_size: int, seq_len: int, *, seed: int = 0) -> float:
-        """Steps of the first epoch; others differ a little when weights are not whole numbers."""
-        return self.epoch_tokens(seed) // seq_len / batch_size
-
     def _checked(self, weights: Mapping[str, float]) -> dict[str, float]:
         for name, weight in weights.items():
             if name not in self.categories:

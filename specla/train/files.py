@@ -1,43 +1,38 @@
-"""Checkpoints of a run that are whole or absent, and that know which run they belong to."""
+"""Checkpoints of a run, which know the run that they belong to."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a file beside `path`, then put it in place at once; a failure leaves the old one.
-
-    Raises:
-        OSError: with the path in its message, on a full disk for instance.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        write(partial)
-        os.replace(partial, path)
-    except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{path} could not be written ({error}); the checkpoint before it is whole") from error
-
-
 def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """Load what `torch.save` wrote, tensors and plain data only, if it belongs to the run `identity` describes.
 
     Raises:
-        ValueError: when it is damaged or of another run.
+        ValueError: when it is damaged, no checkpoint of a run, or of another run; names what differs.
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         raise ValueError(f"{path} is not a readable checkpoint: {error}") from None
+    stored = state.get("identity") if isinstance(state, dict) else None
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} is not a checkpoint of a training run: it has no identity")
     for part, value in identity.items():
-        if state["identity"].get(part) != value:
+        if stored.get(part) != value:
             raise ValueError(
-                f"{path} belongs to another run: its {part} differs; train into another directory"
+                f"{path} belongs to another run, not of the same {_difference(part, stored.get(part), value)}; "
+                "train into another directory"
             )
     return state
+
+
+def _difference(part: str, stored: Any, value: Any) -> str:
+    """The part, with the names of the entries that differ if it has names."""
+    if not (isinstance(stored, dict) and isinstance(value, dict)):
+        return part
+    names = [name for name in value | stored if stored.get(name) != value.get(name)]
+    return f"{part} ({', '.join(names)})"

@@ -21,10 +21,12 @@ from torch import Tensor, nn
 
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.loader import save_target
+from specla.models.loader import replace_file, save_target
 from specla.train.data import TokenDataset
-from specla.train.files import load_checkpoint, replace_file
+from specla.train.files import load_checkpoint
 from specla.train.valid import ValidWindows
+
+RESUMABLE = "training.pt"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ def train_target(
 ) -> GatedDeltaNet:
     """Train, write the checkpoint directory `out_dir` in fla's layout, and return the model (fp32).
 
-    Beside the weights it leaves `log.jsonl` and, until the end is reached, `training.pt` to resume from.
+    Beside the weights it leaves `log.jsonl` and, until the end is reached, `training.pt` to resume from: where that
+    file stands, the run has not finished.
 
     Args:
         valid: held-out tokens for bits per byte; None skips the measurement.
@@ -94,8 +97,9 @@ def train_target(
     model.set_compute_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
     optimizers = make_optimizers(model, training)
-    identity = {"config": config.to_dict(), "training": asdict(training), "data": data.meta["files"]}
-    saved = out / "training.pt"
+    identity = {"config": config.to_dict(), "training": asdict(training), "data": data.meta["files"],
+                "weights": data.weights, "tokenizer": data.meta["tokenizer"]}  # fmt: skip
+    saved = out / RESUMABLE
     start = 0
     out.mkdir(parents=True, exist_ok=True)
     if resume and saved.exists():
@@ -120,7 +124,8 @@ def train_target(
             done += 1
             last = step + 1 == training.steps
             halt = stop is not None and stop(step + 1)
-            if (step + 1) % training.log_every == 0 or last or halt:
+            measure = windows is not None and ((step + 1) % training.eval_every == 0 or last)
+            if (step + 1) % training.log_every == 0 or last or halt or measure:
                 speed = done * training.batch_size * training.seq_len / (time.perf_counter() - began)
                 row: dict[str, Any] = {"step": step + 1, "loss": float(loss), "grad_norm": float(norm),
                        "lr": training.rate(step), "tokens_per_s": round(speed)}  # fmt: skip
@@ -128,7 +133,7 @@ def train_target(
                     raise FloatingPointError(
                         f"the loss is {row['loss']} at step {step + 1}: lower the learning rate"
                     )
-                if windows is not None and ((step + 1) % training.eval_every == 0 or last):
+                if windows is not None and measure:
                     row["bits_per_byte"] = bits_per_byte(model, windows, training.batch_size)
                 log.write(json.dumps(row) + "\n")
                 log.flush()
@@ -142,6 +147,7 @@ def train_target(
                 return model
     save_target(model, out)
     saved.unlink(missing_ok=True)
+    model.set_compute_dtype(None)
     return model.eval()
 
 

@@ -58,9 +58,9 @@ def test_the_last_line_is_one_json_document(
     assert status == 0 and err == "" and report["errors"] == []
     assert [row["name"] for row in report["runs"]] == WAYS
     for row in report["runs"]:
-        assert row["identical"] and row["tokens"] == 36 and row["tokens_per_s"] > 0
+        assert row["identical"] and row["tokens"] == 72 and row["tokens_per_s"] > 0
         assert len(row["tokens_per_s_of_each_repeat"]) == 2
-        assert row["acceptance_length"] == pytest.approx(36 / row["rounds"], abs=1e-3)
+        assert row["acceptance_length"] == pytest.approx(72 / row["rounds"], abs=1e-3)
         assert sum(row["acceptance_histogram"]) == row["rounds"]
         assert row["median_round_ms"] > 0
         assert set(row["by_category"]) == {"cats", "code"}
@@ -73,6 +73,68 @@ def test_the_last_line_is_one_json_document(
     assert report["num_prompts"] == 3 and report["model"] == "tiny" and report["prompts"] == "prompts.jsonl"
     assert {"regime", "cpu", "threads", "dtype", "versions", "date", "command", "seed"} <= set(report)
     assert any(line.startswith("ngram tree 16") and line.endswith("identical") for line in lines)
+
+
+def test_the_document_goes_to_a_file_too(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, prompts: str, tmp_path: Path
+):
+    path = tmp_path / "result.json"
+    path.write_text("the one before")
+    argv = [checkpoint, "--prompts", prompts, "--limit", "1", "--max-tokens", "4", "--repeat", "1",
+            "--rounds", "0", "--drafter", "none"]  # fmt: skip
+    status, lines, _ = run(capsys, *argv, "--output", str(path))
+    assert status == 0 and json.loads(path.read_text()) == json.loads(lines[-1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["prompts.jsonl", "result.json"]
+    for bad in (tmp_path, tmp_path / "nowhere" / "x.json"):
+        status, lines, err = run(capsys, *argv, "--output", str(bad))
+        assert status == 2 and lines == [] and "--output must be" in err and err.count("\n") == 1
+
+
+def test_repeats_meet_the_same_synthetic_drafts_and_batches_others():
+    """What the drafter gets right depends on seed, batch and request number, not on how often it was asked."""
+    prompt = [5, 6, 7, 5, 6]
+    batches = [[(BenchPrompt(name, "all", "unused"), prompt)] for name in "ab"]
+    ways = [way for way in default_ways() if way.drafter == "synthetic"]
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    runs = [measure(make_target(), batches, ways, params, repeat=3)[1].runs for _ in range(2)]
+    patterns = [[(run.rounds, run.accepted, run.histogram) for run in repeats] for repeats in runs[0]]
+    assert all(repeats == repeats[:1] * 3 for repeats in patterns)
+    assert patterns[0][0] != patterns[1][0], "the same text in another batch draws other drafts"
+    assert patterns == [[(r.rounds, r.accepted, r.histogram) for r in repeats] for repeats in runs[1]]
+
+
+def test_counts_are_over_all_repeats():
+    def one(rounds: int, accepted: int) -> BatchRun:
+        return BatchRun(
+            [[1] * 12], 10, 1.0, rounds, 20, accepted, Counter({0: rounds - accepted, 1: accepted})
+        )
+
+    runs = WayRuns(default_ways()[0], [[one(6, 6), one(12, 0)]])
+    row = figures(runs, runs, [0])
+    assert (row["rounds"], row["tokens"], row["acceptance_length"]) == (
+        18,
+        24,
+        pytest.approx(24 / 18, abs=1e-3),
+    )
+    assert row["acceptance_histogram"] == [12, 6] and row["acceptance_rate"] == 6 / 40
+
+
+def test_plain_decoding_that_differs_from_itself_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: str, prompts: str
+):
+    verify, calls = GatedDeltaNet.verify, []
+
+    def moody(self, *args):
+        calls.append(1)
+        return verify(self, *args).roll(len(calls) // 7, -1)
+
+    monkeypatch.setattr(GatedDeltaNet, "verify", moody)
+    status, lines, err = run(
+        capsys, checkpoint, "--prompts", prompts, "--max-tokens", "8", "--repeat", "2", "--rounds", "0",
+        "--ignore-eos", "--drafter", "none",
+    )  # fmt: skip
+    assert status == 1 and lines == []
+    assert "plain decoding differs from itself" in err and err.count("\n") == 1
 
 
 def test_an_asked_drafter_runs_beside_plain_decoding_alone(
@@ -221,8 +283,12 @@ def test_a_bad_prompt_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path
         (["--repeat", "0"], "--repeat must be at least 1"),
         (["--batch-size", "0"], "--batch-size must be at least 1"),
         (["--threads", "0"], "--threads must be at least 1"),
-        (["--drafter", "oracle"], "ngram, none or synthetic"),
+        (["--drafter", "oracle"], "drafter must be one of ngram, none, synthetic"),
         (["--drafter", "synthetic"], "synthetic_acceptance_rate"),
+        (["--topk", "1"], "--topk needs --drafter"),
+        (["--num-steps", "8"], "--num-steps needs --drafter"),
+        (["--num-speculative-tokens", "auto"], "--num-speculative-tokens needs --drafter"),
+        (["--synthetic-acceptance-rate", "0.5"], "--synthetic-acceptance-rate needs --drafter"),
         (["--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
         (["nowhere"], "nowhere is not a directory"),
     ],

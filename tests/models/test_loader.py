@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -174,6 +175,51 @@ def test_tied_checkpoint_may_store_the_head_too(tmp_path: Path):
         stored | {"lm_head.weight": stored["model.embeddings.weight"].clone()}, tmp_path / "model.safetensors"
     )
     assert load_target(tmp_path).lm_head is None
+
+
+def test_tied_checkpoint_with_another_head_is_refused(tmp_path: Path):
+    stored = save(tmp_path, torch.bfloat16, tie_word_embeddings=True)
+    head = stored["model.embeddings.weight"].float()
+    save_file(stored | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    assert load_target(tmp_path).lm_head is None  # the same numbers, stored wider
+    head[3, 1] += 1e-4
+    save_file(stored | {"lm_head.weight": head}, tmp_path / "model.safetensors")
+    refuses(tmp_path, "tie_word_embeddings", "lm_head.weight differs", str(tmp_path))
+    save_file(stored | {"lm_head.weight": head[1:].clone()}, tmp_path / "model.safetensors")
+    refuses(tmp_path, "lm_head.weight has shape")
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
+    fault: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full_disk(tensors: dict[str, Tensor], path: Path, **kwargs: Any) -> None:
+        Path(path).write_bytes(b"half")
+        raise fault
+
+    monkeypatch.setattr("safetensors.torch.save_file", full_disk)
+    with pytest.raises(OSError, match=r"model.safetensors could not be written .*No space left"):
+        save_target(make(), tmp_path, torch.float32)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_configuration_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    save(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full_disk(self: Path, data: str, **kwargs: Any) -> int:
+        self.write_bytes(b"{")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full_disk)
+    with pytest.raises(OSError, match=r"config.json could not be written"):
+        save_target(make(), tmp_path, torch.float32)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_loaded_weights_do_not_change_with_their_file(tmp_path: Path):

@@ -11,10 +11,10 @@ import torch
 
 from specla.cli import main
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.loader import load_target
+from specla.models.loader import load_target, replace_file
 from specla.train.cache import prepare_tokens
 from specla.train.data import TokenDataset
-from specla.train.files import load_checkpoint, replace_file
+from specla.train.files import load_checkpoint
 from specla.train.target import TargetTraining, train_target
 from specla.train.tokenizer import train_tokenizer
 
@@ -97,8 +97,30 @@ def test_a_checkpoint_of_another_run_is_refused(data, tmp_path: Path) -> None:
     config, train, _ = data
     train_target(config, TRAINING, train, None, tmp_path, stop=lambda step: step == 2)
     other = TargetTraining(**{**TRAINING.__dict__, "seed": 1})
-    with pytest.raises(ValueError, match="another run: its training differs"):
+    with pytest.raises(ValueError, match=r"another run, not of the same training \(seed\)"):
         train_target(config, other, train, None, tmp_path, resume=True)
+    folder = Path(train.tokens.filename).parent
+    with pytest.raises(ValueError, match=r"another run, not of the same weights \(prose\)"):
+        train_target(config, TRAINING, TokenDataset(folder, {"prose": 2.0}), None, tmp_path, resume=True)
+    retokenized = TokenDataset(folder)
+    retokenized.meta = retokenized.meta | {"tokenizer": "another"}
+    with pytest.raises(ValueError, match="another run, not of the same tokenizer"):
+        train_target(config, TRAINING, retokenized, None, tmp_path, resume=True)
+
+
+def test_a_run_may_go_on_with_other_held_out_text(data, tmp_path: Path) -> None:
+    config, train, valid = data
+    train_target(config, TRAINING, train, None, tmp_path, stop=lambda step: step == 2)
+    train_target(config, TRAINING, train, valid, tmp_path, resume=True)
+    assert "bits_per_byte" in rows(tmp_path)[-1]
+
+
+def test_held_out_text_is_measured_between_rows_of_the_log(data, tmp_path: Path) -> None:
+    config, train, valid = data
+    training = TargetTraining(**{**TRAINING.__dict__, "steps": 10, "eval_every": 3})
+    train_target(config, training, train, valid, tmp_path)
+    assert [row["step"] for row in rows(tmp_path)] == [3, 4, 6, 8, 9, 10]
+    assert [row["step"] for row in rows(tmp_path) if "bits_per_byte" in row] == [3, 6, 9, 10]
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -106,6 +128,10 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="not a readable checkpoint"):
         load_checkpoint(path, {})
+    for foreign in ({"model": {}}, {"identity": 3}, [1, 2]):
+        torch.save(foreign, path)
+        with pytest.raises(ValueError, match="not a checkpoint of a training run"):
+            load_checkpoint(path, {"config": {}})
 
 
 def test_a_write_that_fails_leaves_the_old_checkpoint(tmp_path: Path) -> None:
@@ -134,7 +160,11 @@ def test_the_command_trains_and_names_its_mistakes(corpus: Path, tmp_path: Path,
     given = f"train target --data {corpus} --tokenizer {corpus / 'tokenizer'} --out {tmp_path / 'out'}"
     assert main([*given.split(), *shape.split(), *size.split()]) == 0
     assert (tmp_path / "out" / "tokenizer.json").exists()
-    assert "parameters" in capsys.readouterr().out
+    assert "not finished" not in capsys.readouterr().out
+    assert main([*given.split(), *shape.split(), *size.split(), "--max-seconds", "0"]) == 0
+    assert "not finished" in capsys.readouterr().out  # though the weights of the run before are there
+    assert main([*given.split(), *shape.split(), *size.split(), "--resume"]) == 0
+    assert "parameters" in (told := capsys.readouterr().out) and "not finished" not in told
     assert main([*given.split(), "--weight", "prose=much"]) == 2
     assert "CATEGORY=NUMBER" in capsys.readouterr().err
     assert main([*given.replace(str(corpus), str(tmp_path / "none"), 1).split()]) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specla.ops import linear
 from specla.ops.linear import row_invariant_linear
 
 
@@ -32,3 +33,23 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it(
         assert torch.equal(row_invariant_linear(x[:rows], weight), alone[:rows]), rows
     shuffled = torch.randperm(40, generator=generator)
     assert torch.equal(row_invariant_linear(x[shuffled], weight), alone[shuffled])
+
+
+def test_where_a_rows_place_matters_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "least_rows", lambda *_: 0)
+    generator = torch.Generator().manual_seed(2)
+    weight, x = torch.randn(24, 16, generator=generator), torch.randn(37, 16, generator=generator)
+    got = row_invariant_linear(x, weight)
+    torch.testing.assert_close(got, x @ weight.t())
+    assert torch.equal(got, torch.cat([row_invariant_linear(row[None], weight) for row in x]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_two_threads_keep_the_law(dtype: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        test_a_rows_product_does_not_depend_on_the_rows_beside_it((1548, 384), dtype)
+        test_a_rows_product_does_not_depend_on_the_rows_beside_it((384, 704), dtype)
+    finally:
+        torch.set_num_threads(before)
