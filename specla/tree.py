@@ -197,28 +197,34 @@ class Tree:
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """The depth-synchronous heavy-light schedule of the whole batch."""
-        by_depth: list[list[int]] = []
-        for b, depths in enumerate(self._depth):
-            for i, depth in enumerate(depths):
+        by_depth: list[list[tuple[bool, bool, int]]] = []  # (is a leaf, is light, flat id)
+        parents: dict[int, int] = {}
+        for b, (row, depths, heavy) in enumerate(
+            zip(self._rows, self._depth, self._heavy_child, strict=True)
+        ):
+            first = b * self.size
+            for i, (parent, depth) in enumerate(zip(row, depths, strict=True)):
                 if depth == len(by_depth):
                     by_depth.append([])
-                by_depth[depth].append(b * self.size + i)
-        levels = []
-        live = {
-            b: b for b in range(self.batch)
-        }  # place of each live state, by the flat id of the node that owns it
-        for depth, nodes in enumerate(by_depth):
-            place = {}
-            for node in nodes:
-                b, i = divmod(node, self.size)
-                place[node] = live[b * self.size + self._rows[b][i]] if depth else live[b]
-            nodes.sort(key=lambda node: (not self._has_child(node), not self._is_heavy(node), place[node]))
-            rows = [place[node] for node in nodes]
-            num_inner = sum(map(self._has_child, nodes))
-            moved = rows != list(range(len(live)))
-            levels.append(Level(self._index(nodes), self._index(rows) if moved else None, num_inner))
-            live = {node: n for n, node in enumerate(nodes[:num_inner])}
-        return tuple(levels)
+                parents[first + i] = first + parent
+                by_depth[depth].append((heavy[i] < 0, i > 0 and heavy[parent] != i, first + i))
+        place = {
+            parents[b * self.size]: b for b in range(self.batch)
+        }  # of each live state, by its owner's flat id
+        nodes: list[int] = []
+        rows: list[int] = []
+        shape = []
+        for unsorted in by_depth:
+            level = sorted((leaf, light, place[parents[node]], node) for leaf, light, node in unsorted)
+            nodes += [node for *_, node in level]
+            from_place = [at for _, _, at, _ in level]
+            rows += from_place
+            num_inner = sum(not leaf for leaf, *_ in level)
+            shape.append((len(level), num_inner, from_place != list(range(len(place)))))
+            place = {node: n for n, (*_, node) in enumerate(level[:num_inner])}
+        sizes = [size for size, *_ in shape]
+        parts = zip(self._index(nodes).split(sizes), self._index(rows).split(sizes), shape, strict=True)
+        return tuple(Level(n, r if moved else None, inner) for n, r, (_, inner, moved) in parts)
 
     @cached_property
     def order(self) -> Tensor | None:
@@ -228,14 +234,6 @@ class Tree:
             order, torch.arange(self.batch * self.size, device=self.device)
         )
         return None if in_place else order
-
-    def _has_child(self, node: int) -> bool:
-        b, i = divmod(node, self.size)
-        return self._heavy_child[b][i] >= 0
-
-    def _is_heavy(self, node: int) -> bool:
-        b, i = divmod(node, self.size)
-        return i == 0 or self._heavy_child[b][self._rows[b][i]] == i
 
     @cached_property
     def _depth(self) -> list[list[int]]:
