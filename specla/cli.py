@@ -46,6 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, FloatingPointError, OSError, RecursionError) as error:
         return _fail(prog, error)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        return _fail(prog, f"not enough memory: {error}")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

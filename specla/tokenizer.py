@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+LARGEST = 1 << 24  # tokens: beyond it an id is a mistake, and a table of all ids would not fit
 SPACE = "▁"  # how SentencePiece spells a space
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ALL_SPACES = 1 << 30
@@ -311,6 +312,8 @@ def _json_vocabulary(path: Path, spec: dict[str, Any], ids: dict[str, int]) -> _
             "expected ByteLevel, or SentencePiece's Replace, ByteFallback, Fuse, Strip"
         )
     leading_spaces = sum(step["start"] for step in strips)
+    if max(ids.values(), default=0) >= LARGEST:
+        raise ValueError(f"{path} gives a token the id {max(ids.values())}, expected ids below {LARGEST}")
     pieces = [b""] * (max(ids.values(), default=-1) + 1)
     for name, i in ids.items():
         pieces[i] = (

@@ -67,7 +67,14 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int, batch: int = 1, device: torch.device | str | None = None) -> Tree:
-        """The tree of `length` nodes in a row, the root included, for each of `batch` rows."""
+        """The tree of `length` nodes in a row, the root included, for each of `batch` rows.
+
+        Raises:
+            ValueError: unless both are integers in 1..65536.
+        """
+        for name, value in (("length", length), ("batch", batch)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 16:
+                raise ValueError(f"{name} must be an integer in 1..65536, got {value!r}")
         return cls(torch.arange(-1, length - 1, dtype=torch.int32, device=device).expand(batch, length))
 
     def to(self, device: torch.device | str) -> Tree:

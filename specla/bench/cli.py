@@ -56,14 +56,14 @@ def run_generate(args: argparse.Namespace) -> int:
     from specla.bench.generate import UnrepeatableError
     from specla.bench.report import measure_all, print_tables
 
-    for name, least in (("limit", 1), ("max_tokens", 2), ("batch_size", 1), ("repeat", 1), ("rounds", 0),
-                        ("threads", 1)):  # fmt: skip
+    for name, least, most in (("limit", 1, 10**6), ("max_tokens", 2, 10**6), ("batch_size", 1, 4096),
+                              ("repeat", 1, 10**4), ("rounds", 0, 10**6), ("threads", 1, 4096)):  # fmt: skip
         value = getattr(args, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if value is not None and not least <= value <= most:
+            raise ValueError(f"--{name.replace('_', '-')} must be in {least}..{most}, got {value}")
     output = None if args.output is None else Path(args.output)
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise ValueError(f"--output must be a file in a directory that exists, got {args.output}")
+    if output is not None and ((output.exists() and not output.is_file()) or not output.parent.is_dir()):
+        raise ValueError(f"--output must be a regular file in a directory that exists, got {args.output}")
     try:
         report = measure_all(args, sys.argv)
     except UnrepeatableError as error:
@@ -79,7 +79,8 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _write(path: Path, text: str) -> None:
-    """The whole file or the one that was there."""
+    """The whole file or the one that was there; of a link, the file that it names."""
+    path = path.resolve()
     partial = path.with_name(path.name + ".partial")
     try:
         partial.write_text(text)

@@ -65,13 +65,17 @@ def read_prompts(path: str | Path | None, limit: int | None = None) -> list[Benc
 
 def _read_lines(path: Path) -> list[BenchPrompt]:
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             raw = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path} line {number} is not JSON: {error.msg}") from None
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} line {number} is not JSON: {error}") from None
         if not isinstance(raw, dict) or not isinstance(raw.get("prompt"), str) or not raw["prompt"]:
             raise ValueError(f'{path} line {number} must be an object with a non-empty string "prompt"')
         prompts.append(

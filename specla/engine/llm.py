@@ -59,11 +59,18 @@ class LLM:
             )
         drafter = "ngram" if drafter is None else drafter
         check_drafter(drafter, self.config)
+        if model is not None and not isinstance(model, (str, Path)):
+            raise ValueError(f"model must be a directory or None, got {model!r}")
         self.model_path = BUNDLED_MODEL if model is None else Path(model)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         self.target = load_target(self.model_path, self.device, self.dtype)
         self.tokenizer: Tokenizer = load_tokenizer(self.model_path)
+        vocab_size = self.target.config.vocab_size
+        for token in (self.tokenizer.bos_token_id, *self.tokenizer.eos_token_ids):
+            if token is not None and token >= vocab_size:
+                raise ValueError(f"{self.model_path} names token {token} for begin or end of text, but its model "
+                                 f"has {vocab_size} tokens")  # fmt: skip
         self.drafter = make_drafter(drafter, self.config, self.target.config.vocab_size, seed)
         self._engine = Engine(self.target, self.drafter, self.config, max_num_seqs, seed)
 

@@ -117,7 +117,7 @@ class SpeculativeConfig:
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> SpeculativeConfig:
         known = [f.name for f in fields(cls)]
-        unknown = sorted(set(raw) - set(known))
+        unknown = sorted(set(raw) - set(known), key=str)
         if unknown:
             raise ValueError(f"unknown speculative_config keys {unknown}, allowed are {known}")
         return cls(**raw)

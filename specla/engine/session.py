@@ -7,7 +7,14 @@ from specla.engine.engine import Engine
 from specla.engine.outputs import RequestOutput
 from specla.engine.params import SamplingParams, check_sampling
 from specla.engine.sequence import Sequence, SequenceMetrics
-from specla.engine.text import Prompt, TextStream, encode_prompt, make_output, with_end_tokens
+from specla.engine.text import (
+    Prompt,
+    TextStream,
+    check_token_list,
+    encode_prompt,
+    make_output,
+    with_end_tokens,
+)
 from specla.tokenizer import Tokenizer
 
 
@@ -78,7 +85,7 @@ class Session:
             return encode_prompt(self._tokenizer, prompt)
         if isinstance(prompt, str):  # goes on from earlier text, so no token that begins one
             return prompt, self._tokenizer.encode(prompt, add_special_tokens=False)
-        return None, list(prompt)
+        return None, check_token_list(prompt)
 
 
 def advance(engine: Engine) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 from specla.engine.outputs import CompletionOutput, RequestOutput
 from specla.engine.params import SamplingParams
@@ -56,9 +57,9 @@ class TextStream:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, list[int]]:
-    """The text, if it is one, and its tokens; ValueError for a text without tokens."""
+    """The text, if it is one, and its tokens; ValueError for a text without tokens, or neither text nor a list."""
     if not isinstance(prompt, str):
-        return None, list(prompt)
+        return None, check_token_list(prompt)
     if not prompt:
         raise ValueError("the prompt is empty")
     ids = tokenizer.encode(prompt)
@@ -67,6 +68,13 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt) -> tuple[str | None, lis
             f"the prompt is empty to this model's tokenizer: it has no tokens for {prompt[:40]!r}"
         )
     return prompt, ids
+
+
+def check_token_list(prompt: Any) -> list[int]:
+    """A copy of a list of token ids; ValueError for anything else."""
+    if not isinstance(prompt, list):
+        raise ValueError(f"a prompt must be a str or a list of token ids, got {type(prompt).__name__}")
+    return list(prompt)
 
 
 def with_end_tokens(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

@@ -63,7 +63,11 @@ def load_target(
 def read_config(directory: str | Path) -> GatedDeltaNetConfig:
     """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
     directory = Path(directory)
-    if not directory.is_dir():
+    try:
+        found = directory.is_dir()
+    except OSError as error:  # a name too long, say
+        raise ValueError(f"{str(directory)[:80]} cannot be opened: {error.strerror}") from None
+    if not found:
         raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
     return GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
 

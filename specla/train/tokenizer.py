@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specla.tokenizer import Tokenizer, load_tokenizer
+from specla.tokenizer import LARGEST, Tokenizer, load_tokenizer
 from specla.train.corpus import (
     CHAT_TEMPLATE,
     END,
@@ -56,9 +56,10 @@ def train_tokenizer(
     `vocab_size` tokens.
     """
     smallest = len(SPECIAL_TOKENS) + 256
-    if vocab_size < smallest:
+    if not smallest <= vocab_size <= LARGEST:
         raise ValueError(
-            f"vocab_size is {vocab_size}, expected at least {smallest} (256 bytes and the special tokens)"
+            f"vocab_size is {vocab_size}, expected at least {smallest} (256 bytes and the special tokens) "
+            f"and at most {LARGEST}"
         )
     if sample_bytes <= 0:
         raise ValueError(f"sample_bytes is {sample_bytes}, expected a number > 0")

@@ -279,10 +279,10 @@ def test_a_bad_prompt_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--max-tokens", "1"], "--max-tokens must be at least 2"),
-        (["--repeat", "0"], "--repeat must be at least 1"),
-        (["--batch-size", "0"], "--batch-size must be at least 1"),
-        (["--threads", "0"], "--threads must be at least 1"),
+        (["--max-tokens", "1"], "--max-tokens must be in 2.."),
+        (["--repeat", "0"], "--repeat must be in 1.."),
+        (["--batch-size", "0"], "--batch-size must be in 1..4096"),
+        (["--threads", "0"], "--threads must be in 1..4096"),
         (["--drafter", "oracle"], "drafter must be one of ngram, none, synthetic"),
         (["--drafter", "synthetic"], "synthetic_acceptance_rate"),
         (["--topk", "1"], "--topk needs --drafter"),
