@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ def run_generate(args: argparse.Namespace) -> int:
     """Measure, print the tables and the JSON document; 1 when a speculative text differs from the plain one."""
     from specla.bench.generate import UnrepeatableError
     from specla.bench.report import measure_all, print_tables
+    from specla.models.loader import replace_file
 
     for name, least, most in (("limit", 1, 10**6), ("max_tokens", 2, 10**6), ("batch_size", 1, 4096),
                               ("repeat", 1, 10**4), ("rounds", 0, 10**6), ("threads", 1, 4096)):  # fmt: skip
@@ -70,20 +71,12 @@ def run_generate(args: argparse.Namespace) -> int:
         print(f"specla bench: error: {error}", file=sys.stderr)
         return 1
     if output is not None:
-        _write(output, json.dumps(report, indent=1) + "\n")
+        text = json.dumps(report, indent=1) + "\n"
+        replace_file(
+            output.resolve(), partial(Path.write_text, data=text)
+        )  # of a link, the file that it names
     print_tables(report)
     for line in report["errors"]:
         print(f"specla bench: error: {line}", file=sys.stderr)
     print(json.dumps(report))
     return 1 if report["errors"] else 0
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or the one that was there; of a link, the file that it names."""
-    path = path.resolve()
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -11,7 +11,7 @@ import torch
 from specla.drafters.base import Drafter
 from specla.engine.budget import Budget
 from specla.engine.loop import run_round
-from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
 from specla.engine.sequence import Sequence
 from specla.models.target import Target
 
@@ -31,8 +31,7 @@ class Engine:
         max_num_seqs: int = 8,
         seed: int = 0,
     ):
-        if not isinstance(max_num_seqs, int) or max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be an integer of at least 1, got {max_num_seqs!r}")
+        check_integer("max_num_seqs", max_num_seqs, 1)
         self.target, self.drafter = target, drafter
         self.config = config or SpeculativeConfig()
         self.pool = target.new_pool(max_num_seqs, self.config.max_draft + 1)

@@ -86,7 +86,7 @@ class DeltaMixer(nn.Module):
         q, k = (y.unflatten(-1, (config.num_heads, config.head_dim)) for y in (q, k))
         v = v.unflatten(-1, (config.value_heads, config.head_v_dim))
         g = -torch.exp(self.A_log) * softplus(a + self.dt_bias)
-        beta = sigmoid(b) * (2.0 if config.allow_neg_eigval else 1.0)
+        beta = 2.0 * sigmoid(b) if config.allow_neg_eigval else sigmoid(b)
         o = self.norm(past.delta(self.layer, q, k, v, g, beta))
         if config.use_gate:
             activation = sigmoid if config.output_gate_activation == "sigmoid" else silu

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.gated_deltanet import AttentionMixer, DeltaMixer, GatedDeltaNet
+from specla.models.gated_deltanet import AttentionMixer, DeltaMixer, GatedDeltaNet, Linear
 from specla.ops.linear import least_rows
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -54,9 +54,10 @@ def load_target(
         state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
     model.load_state_dict(state, assign=True)
     if device.type == "cpu":
-        for weight in model.parameters():
-            if weight.dim() == 2:  # measured now rather than in the first request
-                least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
+        products = [module.weight for module in model.modules() if isinstance(module, Linear)]
+        for weight in products if model.lm_head is not None else [*products, model.embeddings.weight]:
+            # measured now rather than in the first request
+            least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
     return model.requires_grad_(False).eval()
 
 

@@ -1,4 +1,6 @@
-"""What one layer computes on a draft tree. Every op has a naive twin in `specla.ops.naive` with the same signature."""
+"""What one layer computes on a draft tree. Recurrence, convolution and their commits have twins in `specla.ops.naive`
+that replay every path, with the same arguments but for `mode`.
+"""
 
 from specla.modes import MODES
 from specla.ops.chunk import chunk_gated_delta
