@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.gated_deltanet import AttentionMixer, DeltaMixer, GatedDeltaNet, Linear
-from specla.ops.linear import least_rows
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.layers import AttentionMixer, DeltaMixer, Linear
+from specla.ops.linear import measure
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 
 
 def load_target(
@@ -42,8 +44,15 @@ def load_target(
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
         model = GatedDeltaNet(config)
-    sources = parameter_sources(model)
-    weights = _read_weights(directory, config, {part for parts in sources.values() for part in parts})
+    sources, shapes = parameter_sources(model), checkpoint_shapes(config)
+    asked = {part for parts in sources.values() for part in parts}
+    weights = read_weights(
+        directory, {part: shapes[part] for part in asked | {HEAD}}, optional={HEAD} - asked
+    )
+    if HEAD not in asked and HEAD in weights and not _same_values(weights[HEAD], weights[EMBEDDINGS]):
+        raise ValueError(
+            f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDINGS}"
+        )
     exact = torch.float64 if work == torch.float64 else torch.float32
     state = {}
     for name, parts in sources.items():
@@ -53,24 +62,22 @@ def load_target(
         # joined is a copy: weights must not change when their file does
         state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
     model.load_state_dict(state, assign=True)
-    if device.type == "cpu":
-        products = [module.weight for module in model.modules() if isinstance(module, Linear)]
-        for weight in products if model.lm_head is not None else [*products, model.embeddings.weight]:
-            # measured now rather than in the first request
-            least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
+    measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
     return model.requires_grad_(False).eval()
+
+
+def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
+    """Measure on a CPU how to multiply a model's matrices, and `further` ones, now rather than in the first request."""
+    for module in model.modules():
+        if isinstance(module, Linear) and module.int8 is None:
+            measure(module.weight)
+    for weight in further:
+        measure(weight)
 
 
 def read_config(directory: str | Path) -> GatedDeltaNetConfig:
     """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
-    directory = Path(directory)
-    try:
-        found = directory.is_dir()
-    except OSError as error:  # a name too long, say
-        raise ValueError(f"{str(directory)[:80]} cannot be opened: {error.strerror}") from None
-    if not found:
-        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
-    return GatedDeltaNetConfig.from_dict(read_json(directory / "config.json"))
+    return GatedDeltaNetConfig.from_dict(read_raw_config(Path(directory)))
 
 
 def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -151,8 +158,8 @@ def parameter_sources(model: GatedDeltaNet) -> dict[str, list[str]]:
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         for norm in ("attn_norm", "mlp_norm"):
             names[f"{ours}.{norm}.weight"] = [f"{theirs}.{norm}.weight"]
-        names[f"{ours}.gate_up_proj.weight"] = [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")]
-        names[f"{ours}.down_proj.weight"] = [f"{theirs}.mlp.down_proj.weight"]
+        names[f"{ours}.mlp.gate_up_proj.weight"] = [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")]
+        names[f"{ours}.mlp.down_proj.weight"] = [f"{theirs}.mlp.down_proj.weight"]
         names[f"{ours}.attn.o_proj.weight"] = [f"{theirs}.attn.o_proj.weight"]
         if isinstance(layer.attn, DeltaMixer):
             joined = ("q", "k", "v", "a", "b", "g") if config.use_gate else ("q", "k", "v", "a", "b")
@@ -214,6 +221,17 @@ def checkpoint_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]
     return shapes
 
 
+def read_raw_config(directory: Path) -> dict[str, Any]:
+    """What `config.json` of a checkpoint directory holds, or a ValueError that names the directory."""
+    try:
+        found = directory.is_dir()
+    except OSError as error:  # a name too long, say
+        raise ValueError(f"{str(directory)[:80]} cannot be opened: {error.strerror}") from None
+    if not found:
+        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
+    return read_json(directory / "config.json")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or a ValueError that names it."""
     try:
@@ -227,35 +245,42 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def _read_weights(directory: Path, config: GatedDeltaNetConfig, expected: set[str]) -> dict[str, Tensor]:
-    shapes = checkpoint_shapes(config)
-    optional = {HEAD} if config.tie_word_embeddings else set()
+def read_weights(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    optional: Collection[str] = (),
+    integers: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, as they lie in their files: copy what is kept.
+
+    Args:
+        shapes: of every tensor that it may hold. optional: those that may be missing. integers: those that are no
+            numbers with a fraction.
+
+    Raises:
+        ValueError: in one line, when a tensor is missing, unexpected, or of another shape or kind.
+    """
     weights: dict[str, Tensor] = {}
     stored: set[str] = set()
     for file, name, tensor in _stored_tensors(directory):
         if name in stored:
             raise ValueError(f"{file}: {name} is stored twice")
         stored.add(name)
-        if name not in expected | optional:
+        if name not in shapes:
             continue
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"{file}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
             )
-        if tensor.dtype not in STORED_DTYPES:
-            raise ValueError(
-                f"{file}: {name} has dtype {tensor.dtype}, expected float32, bfloat16 or float16"
-            )
+        if tensor.dtype not in (INTEGERS if name in integers else STORED_DTYPES):
+            kinds = "integers" if name in integers else "float32, bfloat16 or float16"
+            raise ValueError(f"{file}: {name} has dtype {tensor.dtype}, expected {kinds}")
         weights[name] = tensor
-    missing, unexpected = sorted(expected - stored), sorted(stored - expected - optional)
+    missing, unexpected = sorted(shapes.keys() - optional - stored), sorted(stored - shapes.keys())
     if missing or unexpected:
         told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
                 for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
         raise ValueError(f"{directory}: the weights do not fit config.json: {' and '.join(told)}")
-    if optional & stored and not _same_values(weights.pop(HEAD), weights[EMBEDDINGS]):
-        raise ValueError(
-            f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDINGS}"
-        )
     return weights
 
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from specla.modes import MODES
 from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
-from specla.ops.conv import convolve
-from specla.ops.elementwise import silu
+from specla.ops.conv import causal_convolve, convolve
 from specla.ops.verify import verify
 from specla.state import AttentionState, RecurrentLayer, StatePool
 from specla.tree import Tree
@@ -46,7 +45,7 @@ class FullText:
         self.chunk_size = chunk_size
 
     def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _causal_conv(torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0)), weight, bias)
+        return causal_convolve(torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0)), weight, bias)
 
     def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         o, _ = chunk_gated_delta(q, k, v, g, beta, chunk_size=self.chunk_size, use_qk_l2norm_in_kernel=True)
@@ -71,7 +70,7 @@ class Prefill:
         window = state.conv_state[self.slot]
         joined = torch.cat([window.t()[None].to(x.dtype), x], 1)
         window.copy_(joined[0, joined.shape[1] - window.shape[1] :].t())
-        return _causal_conv(joined, weight, bias)
+        return causal_convolve(joined, weight, bias)
 
     def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         layer_state = self.pool.layers[layer]
@@ -135,14 +134,6 @@ class Verification:
             q, k, v, self.tree, keys=state.cache[0], values=state.cache[1], slots=self.slots, lengths=self.lengths,
             window=window,
         )  # fmt: skip
-
-
-def _causal_conv(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """SiLU of the convolution over `joined` `[B, W - 1 + T, D]`."""
-    length = joined.shape[1] - weight.shape[1] + 1
-    y = sum(joined[:, w : w + length] * weight[:, w] for w in range(weight.shape[1]))
-    assert isinstance(y, Tensor)
-    return silu(y if bias is None else y + bias)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window: int | None) -> Tensor:

@@ -6,13 +6,34 @@ the state is carried, so the Python loop runs over chunks, never over tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specla.ops.checks import require
 from specla.ops.elementwise import l2norm
+
+
+class ChunkedText(NamedTuple):
+    """What the rule left behind at every token of a text, for `read` at any of them."""
+
+    k: Tensor  # [B, HV, C, size, K] in C chunks
+    deltas: Tensor  # [B, HV, C, size, V] corrected values
+    total: Tensor | None  # [B, HV, C, size, 1] log-decay since the start of the chunk; None without decay
+    states: Tensor  # [B, HV, C, K, V] at the start of each chunk
+    last: Tensor  # [B, HV, V, K] after the last token
+
+    def read(self, x: Tensor) -> Tensor:
+        """`S_t x_t` for the state after each token t: x `[B, T, HV, R, K]` gives `[B, T, HV, R, V]`."""
+        length, rows, size = x.shape[1], x.shape[3], self.k.shape[3]
+        x = _split(x.flatten(3), size).unflatten(-1, (rows, -1))  # [B, HV, C, size, R, K]
+        scores = x.flatten(3, 4) @ self.k.transpose(-1, -2)
+        between, rise = _decays(self.total, size, x.device)
+        scores = scores.unflatten(3, (size, rows)) * between[..., :, None, :]
+        y = (x if rise is None else x * rise[..., None]).flatten(3, 4) @ self.states
+        y = y + scores.flatten(3, 4) @ self.deltas
+        return y.unflatten(3, (size, rows)).flatten(2, 3)[:, :, :length].transpose(1, 2)
 
 
 def chunk_gated_delta(
@@ -39,20 +60,42 @@ def chunk_gated_delta(
         o `[B, T, HV, V]` in v's dtype and the state after the last token.
     """
     require(
+        q.dim() == 4 and k.shape == q.shape and q.is_floating_point() and q.device == k.device,
+        f"q and k must be floating point [B, T, H, K] on one device, got {list(q.shape)}, {list(k.shape)}",
+    )
+    text = chunk_text(
+        k, v, g, beta, initial_state=initial_state, chunk_size=chunk_size, use_l2norm=use_qk_l2norm_in_kernel
+    )
+    q = q.to(text.last.dtype)
+    q = l2norm(q) if use_qk_l2norm_in_kernel else q
+    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
+    groups = v.shape[2] // q.shape[2]
+    q = q.repeat_interleave(groups, 2) if groups > 1 else q
+    return text.read(q[..., None, :])[..., 0, :].to(v.dtype), text.last
+
+
+def chunk_text(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    initial_state: Tensor | None = None,
+    chunk_size: int = 64,
+    use_l2norm: bool = False,
+) -> ChunkedText:
+    """The rule without its outputs: arguments as `chunk_gated_delta`."""
+    require(
         chunk_size > 0 and chunk_size & (chunk_size - 1) == 0,
         f"chunk_size must be a power of 2, got {chunk_size}",
     )
     require(
-        q.dim() == 4 and k.shape == q.shape,
-        f"q and k must be [B, T, H, K], got {list(q.shape)}, {list(k.shape)}",
-    )
-    require(
-        v.dim() == 4 and v.shape[:2] == q.shape[:2] and v.shape[2] % q.shape[2] == 0,
+        v.dim() == 4 and k.dim() == 4 and v.shape[:2] == k.shape[:2] and v.shape[2] % k.shape[2] == 0,
         f"v must be [B, T, HV, V], got {list(v.shape)}",
     )
     require(beta.shape == v.shape[:3], f"beta must be {list(v.shape[:3])}, got {list(beta.shape)}")
     require(g is None or g.shape == v.shape[:3], f"g must be {list(v.shape[:3])}")
-    named = {"q": q, "k": k, "beta": beta} | ({} if g is None else {"g": g})
+    named = {"k": k, "beta": beta} | ({} if g is None else {"g": g})
     for name, x in (named | ({} if initial_state is None else {"initial_state": initial_state})).items():
         require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
         require(x.device == v.device, f"{name} is on {x.device}, v on {v.device}")
@@ -66,48 +109,44 @@ def chunk_gated_delta(
     else:
         work = torch.float64 if v.dtype == torch.float64 else torch.float32
     state = (
-        v.new_zeros(batch, heads, value_dim, q.shape[-1], dtype=work)
+        v.new_zeros(batch, heads, value_dim, k.shape[-1], dtype=work)
         if initial_state is None
         else initial_state
     )
     require(
-        state.shape == (batch, heads, value_dim, q.shape[-1]),
-        f"initial_state must be {[batch, heads, value_dim, q.shape[-1]]}, got {list(state.shape)}",
+        state.shape == (batch, heads, value_dim, k.shape[-1]),
+        f"initial_state must be {[batch, heads, value_dim, k.shape[-1]]}, got {list(state.shape)}",
     )
-    q, k = q.to(work), k.to(work)
-    if use_qk_l2norm_in_kernel:
-        q, k = l2norm(q), l2norm(k)
-    q = q * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if heads != q.shape[2]:
-        q, k = (x.repeat_interleave(heads // x.shape[2], 2) for x in (q, k))
+    k = l2norm(k.to(work)) if use_l2norm else k.to(work)
+    if heads != k.shape[2]:
+        k = k.repeat_interleave(heads // k.shape[2], 2)
     size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
-    q, k, values, beta = (_split(x, size) for x in (q, k, v.to(work), beta.to(work)[..., None]))
-
-    lower = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
-    if g is None:
-        between: Tensor | float = 1.0
-        rise = fall = last = k.new_ones(())
-    else:
-        total = _split(g.to(work)[..., None], size).cumsum(-2)  # [B, HV, C, size, 1]
-        between = (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp()
-        rise, last = total.exp(), total[..., -1:, :].exp()
-        fall = (total[..., -1:, :] - total).exp()
+    k, values, beta = (_split(x, size) for x in (k, v.to(work), beta.to(work)[..., None]))
+    total = None if g is None else _split(g.to(work)[..., None], size).cumsum(-2)
+    between, rise = _decays(total, size, v.device)
     k_beta = k * beta
     inverse = UnitLowerInverse.apply((k_beta @ k.transpose(-1, -2) * between).tril(-1))
-    u, w = inverse @ (values * beta), inverse @ (k_beta * rise)
-    reads, writes = q * rise, (k * fall).transpose(-1, -2)
+    u, w = inverse @ (values * beta), inverse @ (k_beta if rise is None else k_beta * rise)
+    writes = k if total is None else k * (total[..., -1:, :] - total).exp()
+    last = None if total is None else total[..., -1:, :].exp()
+    writes = writes.transpose(-1, -2)
 
     states, deltas = [], []
     state = state.transpose(-1, -2)  # [B, HV, K, V] inside the loop
-    for c in range(q.shape[2]):
+    for c in range(k.shape[2]):
         states.append(state)
         delta = u[:, :, c] - w[:, :, c] @ state
         deltas.append(delta)
-        state = state * (last[:, :, c] if last.dim() else last) + writes[:, :, c] @ delta
-    attend = (q @ k.transpose(-1, -2) * between).tril()
-    o = reads @ torch.stack(states, 2) + attend @ torch.stack(deltas, 2)
-    o = o.flatten(2, 3)[:, :, :length].transpose(1, 2)
-    return o.to(v.dtype), state.transpose(-1, -2)
+        state = (state if last is None else state * last[:, :, c]) + writes[:, :, c] @ delta
+    return ChunkedText(k, torch.stack(deltas, 2), total, torch.stack(states, 2), state.transpose(-1, -2))
+
+
+def _decays(total: Tensor | None, size: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """Decay from token j to token i of a chunk `[..., size, size]`, 0 above the diagonal, and since its start."""
+    lower = torch.ones(size, size, dtype=torch.bool, device=device).tril()
+    if total is None:
+        return lower, None
+    return (total - total.transpose(-1, -2)).masked_fill(~lower, -torch.inf).exp(), total.exp()
 
 
 def _split(x: Tensor, size: int) -> Tensor:

@@ -114,6 +114,14 @@ def convolve(
     return (silu(y) if activation == "silu" else y).to(x.dtype)
 
 
+def causal_convolve(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """SiLU of the convolution over a text `[B, W - 1 + T, D]` that begins with its window; differentiable."""
+    length = joined.shape[1] - weight.shape[1] + 1
+    y = sum(joined[:, w : w + length] * weight[:, w] for w in range(weight.shape[1]))
+    assert isinstance(y, Tensor)
+    return silu(y if bias is None else y + bias)
+
+
 def shift(window: Tensor, x: Tensor, path: Tensor, count: Tensor) -> Tensor:
     """The window `[B, D, W - 1]` after `count` `[B]` nodes of `path` `[B, P]`; x `[B, M, D]`.
 

@@ -1,81 +1,160 @@
-"""Matrix products whose result for a row does not depend on how many rows there are, nor on which row it is.
+"""Matrix products of few rows whose result for a row does not depend on how many rows there are, nor on which it is.
 
-A BLAS picks its kernel by shape, and another kernel sums in another order. On the CPU few rows are therefore always
-multiplied in one of two fixed forms: padded up to `least_rows` and cut into blocks of `BLOCK`. How far to pad is
-measured once for each shape, dtype and number of threads on the machine at hand.
+A BLAS picks its kernel by shape, and another kernel sums in another order. On the CPU few rows are therefore padded
+to a `Form` whose bits are those of a fixed reference, and more are cut into blocks. Which forms have these bits is
+found with probes that leave nothing of a product but the order of its sums, and which of them is the fastest by the
+clock: once for each shape, dtype and number of threads on the machine at hand. So the form of a product may differ
+from one run to the next, its bits may not.
 """
 
 from __future__ import annotations
 
 import functools
+import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 BLOCK = 32
-LEAST_BF16 = 4  # on the CPUs seen so far, fewer rows of bfloat16 take longer than four
+SIZES = (1, 2, 4, 8, 12, 16, 24, BLOCK)
+ALIGNMENT = 64  # bytes; a BLAS may sum in another order when a matrix starts elsewhere
+TIMED_ENTRIES, TIMED_SECONDS = 2 << 20, 0.1
+CACHES = 64 << 20  # bytes that do not fit any cache
+LARGE = 4 << 20  # entries of a weight from which one probe has to do
+
+
+class Form(NamedTuple):
+    """One way to multiply up to `rows` rows: zero rows are added up to that number."""
+
+    rows: int
+    weight_first: bool  # weight @ x.T rather than x @ weight.T
+
+
+FORMS = tuple(Form(rows, weight_first) for rows in SIZES for weight_first in (True, False))
+REFERENCES = (Form(BLOCK, True), Form(BLOCK, False))
+Plan = tuple[Form | None, ...]  # by number of rows; None: one by one
 
 
 def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x @ weight.T` for few rows `[..., in]`, each row's bits as if it were alone.
 
-    `weight` is `[out, in]`, and x is rounded to its dtype; the result has x's. `weight @ x.T` is the faster
-    orientation on a CPU and costs the same up to 16 rows.
+    `weight` is `[out, in]`, and x is rounded to its dtype; the result has x's.
     """
     if x.device.type != "cpu":
         return torch.nn.functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+    weight = weight.contiguous()
+    plan = _plan_for(weight)
     flat = x.reshape(-1, x.shape[-1])
-    rows = flat.shape[0]
-    least = least_rows(weight.shape[0], weight.shape[1], weight.dtype, torch.get_num_threads())
-    if least == 0:
-        out = torch.cat([weight @ row[:, None].to(weight.dtype) for row in flat], 1)
-    elif rows < least:
-        padded = flat.new_zeros(least, flat.shape[1], dtype=weight.dtype)
-        padded[:rows] = flat
-        out = (weight @ padded.t())[:, :rows]
-    elif rows <= BLOCK:
-        out = weight @ flat.to(weight.dtype).t()
+    if flat.shape[0] <= BLOCK:  # without the calls that a split needs: each takes long in a step
+        out = _multiply(flat, weight, plan[flat.shape[0]])
     else:
-        out = torch.cat([weight @ block.t() for block in _blocks(flat.to(weight.dtype), least)], 1)[:, :rows]
-    whole = torch.empty(rows, weight.shape[0], dtype=x.dtype)  # rows side by side again, in x's dtype
-    out = whole.copy_(out.t())
+        out = torch.cat([_multiply(block, weight, plan[block.shape[0]]) for block in flat.split(BLOCK)])
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _blocks(x: Tensor, least: int) -> tuple[Tensor, ...]:
-    """Blocks of BLOCK rows; the last is padded to `least` rows if it has fewer."""
-    missing = least - x.shape[0] % BLOCK
-    if least > missing > 0:
-        x = torch.cat([x, x.new_zeros(missing, x.shape[1])])
-    return x.split(BLOCK)
+def measure(weight: Tensor) -> None:
+    """Find out how to multiply by `weight` now rather than at its first product."""
+    if weight.device.type == "cpu":
+        _plan_for(weight)
+
+
+def _plan_for(weight: Tensor) -> Plan:
+    offset = weight.data_ptr() % ALIGNMENT
+    return _plan(*weight.shape, weight.dtype, offset, torch.get_num_threads())
+
+
+def _multiply(x: Tensor, weight: Tensor, form: Form | None) -> Tensor:
+    """`x @ weight.T`, row after row in memory, in x's dtype."""
+    dtype, rows = x.dtype, x.shape[0]
+    if dtype != weight.dtype:
+        x = x.to(weight.dtype)
+    if form is None:
+        out = torch.stack([torch.mv(weight, row.clone()) for row in x])
+    else:
+        if rows < form.rows or x.data_ptr() % ALIGNMENT or not x.is_contiguous():
+            x = torch.cat([x, _zeros(form.rows - rows, x.shape[1], x.dtype)])
+        if form.weight_first:
+            out = torch.mm(weight, x.t()).t()[:rows]
+            return torch.empty(out.shape, dtype=dtype).copy_(out)
+        out = torch.mm(x, weight.t())[:rows]
+    return out if dtype == weight.dtype else out.to(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros(rows: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(rows, size, dtype=dtype)
 
 
 @functools.cache
-def least_rows(out_features: int, in_features: int, dtype: torch.dtype, threads: int) -> int:
-    """The smallest number of rows from which this machine's product is row-invariant for the shape; 0 when it
-    depends on the position of a row, so that rows must be multiplied one by one.
+@torch.no_grad()
+def _plan(out_features: int, in_features: int, dtype: torch.dtype, offset: int, threads: int) -> Plan:
+    """The fastest form for each number of rows up to `BLOCK` that has the reference's bits, for a weight `offset`
+    bytes off.
     """
-    generator = torch.Generator().manual_seed(0)
-    weight, x = (y.to(dtype) for y in _cancelling(out_features, in_features, generator))
-    whole = (weight @ x.t()).t()
-    shuffled = torch.randperm(BLOCK, generator=generator)
-    if not torch.equal((weight @ x[shuffled].t()).t(), whole[shuffled]):
-        return 0
-    disagree = [n for n in range(1, BLOCK) if not torch.equal((weight @ x[:n].t()).t(), whole[:n])]
-    return max([LEAST_BF16 if dtype == torch.bfloat16 else 1, *(n + 1 for n in disagree)])
+    probes = [
+        _Probe(out_features, in_features, dtype, offset, seed)
+        for seed in range(1 if out_features * in_features > LARGE else 3)
+    ]
+    agrees = functools.cache(lambda form, reference: all(p.agree(form, reference) for p in probes))
+    reference = next((form for form in REFERENCES if agrees(form, form)), None)
+    if reference is None:
+        return (None,) * (BLOCK + 1)
+    forms = _fastest_first(out_features, in_features, dtype)
+    return tuple(
+        next(form for form in forms if form.rows >= rows and agrees(form, reference))
+        for rows in range(BLOCK + 1)
+    )
 
 
-def _cancelling(out_features: int, in_features: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A weight and `BLOCK` rows whose product is exactly zero.
+def _fastest_first(out_features: int, in_features: int, dtype: torch.dtype) -> list[Form]:
+    """All forms by the time that they take with a weight that no cache holds; a part stands for a large one.
+
+    Where the clock hardly tells them apart, as on a busy machine, `weight @ x.T` is taken.
+    """
+    out_features = min(out_features, max(BLOCK, TIMED_ENTRIES // in_features))
+    copies = max(1, min(64, CACHES // (out_features * in_features * dtype.itemsize)))
+    weights = torch.ones(copies, out_features, in_features, dtype=dtype)
+    x = torch.ones(BLOCK, in_features, dtype=dtype)
+    best = dict.fromkeys(FORMS, float("inf"))
+    end = time.perf_counter() + TIMED_SECONDS
+    for turn in range(20):
+        if turn > 3 and time.perf_counter() > end:
+            break
+        for n, form in enumerate(FORMS, turn * len(FORMS)):
+            start = time.perf_counter()
+            _multiply(x[: form.rows], weights[n % copies], form)
+            best[form] = min(best[form], time.perf_counter() - start)
+    return sorted(FORMS, key=lambda form: best[form] * (1 if form.weight_first else 1.1))
+
+
+class _Probe:
+    """A weight and `BLOCK` rows whose product is exactly zero, with an odd seed only nearly.
 
     All that is left of it is the rounding of the sum's order, which an ordinary product hides when it is rounded to
     bfloat16: two orders then agree on thousands of entries and differ on the next.
     """
-    half = in_features // 2
-    order, mix = torch.randperm(half, generator=generator), torch.randperm(in_features, generator=generator)
-    weight = torch.randn(out_features, half, generator=generator)
-    x = torch.randn(BLOCK, half, generator=generator)
-    x = x * 2.0 ** torch.randint(-8, 9, x.shape, generator=generator)
-    weight = torch.cat([weight, weight[:, order], weight.new_ones(out_features, in_features % 2)], 1)
-    x = torch.cat([x, -x[:, order], x.new_zeros(BLOCK, in_features % 2)], 1)
-    return weight[:, mix].contiguous(), x[:, mix].contiguous()
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, offset: int, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        half, odd = divmod(in_features, 2)
+        order, mix = (torch.randperm(n, generator=generator) for n in (half, in_features))
+        weight = torch.randn(min(out_features, 1024), half, generator=generator)
+        x = torch.randn(BLOCK, half, generator=generator)
+        x = x * 2.0 ** torch.randint(-8, 9, x.shape, generator=generator)
+        weight = torch.cat([weight, weight[:, order], weight.new_ones(weight.shape[0], odd)], 1)[:, mix]
+        x = torch.cat([x, -x[:, order], x.new_zeros(BLOCK, odd)], 1)[:, mix]
+        if seed % 2:
+            weight += 2.0**-10 * torch.randn(weight.shape, generator=generator)
+        self.x, self.order = x.to(dtype).contiguous(), torch.randperm(BLOCK, generator=generator)
+        room = torch.empty(out_features * in_features + ALIGNMENT, dtype=dtype)
+        first = (offset - room.data_ptr()) % ALIGNMENT // room.element_size()
+        self.weight = room[first : first + out_features * in_features].view(out_features, in_features)
+        for part in self.weight.split(1024):
+            part.copy_(weight[: part.shape[0]])
+        self.whole = functools.cache(lambda form: _multiply(self.x, self.weight, form))
+
+    def agree(self, form: Form, reference: Form) -> bool:
+        """Whether shuffled rows have in `form` the bits that each has at its place in `reference`."""
+        rows = self.order[: form.rows]
+        return torch.equal(_multiply(self.x[rows], self.weight, form), self.whole(reference)[rows])

@@ -9,6 +9,9 @@ Shapes, here and below: kq `[B, N, HV, 2, K]` each node's key and scaled query; 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,25 +26,22 @@ def serial(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     until the layer is done.
     """
     batch, size, heads, dim = v.shape
-    nodes = [
-        x.flatten(0, 2)
-        for x in _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1))
-    ]
-    steps = zip(*(x.split(batch * heads) for x in nodes), strict=True)
+    reads, writes = _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1))
+    steps = zip(*(x.flatten(0, 2).split(batch * heads) for x in (*reads, *writes)), strict=True)
     rows = torch.arange(batch, device=v.device)
     parent = tree.parent.long().clamp(min=0)
     states = state.new_empty(0 if tree.is_chain else size, *state.shape)
     before, d_parts, o_parts = state.flatten(0, 1), [], []
-    for i, step in enumerate(steps):
+    for i, (mix, base, *write) in enumerate(steps):
         if i and not tree.is_chain:
             before = states[parent[:, i], rows].flatten(0, 1)
-        d, o = _read(step, before)
+        d, o = _read(mix, base, before)
         d_parts.append(d)
         o_parts.append(o)
         if tree.is_chain:
-            before = _write(step, d, before.clone() if i == 0 else before)
+            before = _write(write, d, before.clone() if i == 0 else before)
         else:
-            states[i] = _write(step, d, before.clone()).view(state.shape)
+            states[i] = _write(write, d, before.clone()).view(state.shape)
     shape = (size, batch, heads, dim)
     o, d = (torch.cat(parts).view(shape).transpose(0, 1).contiguous() for parts in (o_parts, d_parts))
     return (o, d) if tree.is_full else (o * tree.valid[..., None, None], d * tree.valid[..., None, None])
@@ -53,11 +53,12 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
     batch, size, heads, dim = v.shape
-    columns = _columns(kq, v, g, beta)
+    reads, writes = _columns(kq, v, g, beta)
     if size == 1:
-        d, o = _read(tuple(x.flatten(0, 2) for x in columns), state.flatten(0, 1))
+        mix, base = (x.flatten(0, 2) for x in reads)
+        d, o = _read(mix, base, state.flatten(0, 1))
         return o.view(v.shape), d.view(v.shape)
-    columns = [x.flatten(0, 1) for x in columns]
+    columns = [x.flatten(0, 1) for x in (*reads, *writes)]
     order = tree.order
     if order is not None:
         columns = [x.index_select(0, order) for x in columns]
@@ -65,17 +66,17 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     steps = zip(*(x.flatten(0, 1).split(sizes) for x in columns), strict=True)
     live, owned = state.flatten(0, 1), False  # [live states * HV, V, K]
     d_parts, o_parts = [], []
-    for (_, rows, num_inner), step in zip(tree.levels, steps, strict=True):
+    for (_, rows, num_inner), (mix, base, *write) in zip(tree.levels, steps, strict=True):
         if rows is not None:
             live, owned = live.view(-1, *state.shape[1:]).index_select(0, rows).flatten(0, 1), True
-        d, o = _read(step, live)
+        d, o = _read(mix, base, live)
         d_parts.append(d)
         o_parts.append(o)
         if num_inner:
             inner = num_inner * heads
             if inner < d.shape[0]:
-                live, d, step = live[:inner], d[:inner], tuple(x[:inner] for x in step)
-            live, owned = _write(step, d, live if owned else live.clone()), True
+                live, d, write = live[:inner], d[:inner], [x[:inner] for x in write]
+            live, owned = _write(write, d, live if owned else live.clone()), True
     o, d = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (o_parts, d_parts))
     o, d = o.view(-1, heads, dim), d.view(-1, heads, dim)
     if order is not None:
@@ -133,27 +134,40 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
     return state
 
 
-def _columns(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor) -> list[Tensor]:
-    """What a step reads, each `[.., .., HV, ...]`: kq, k, v, beta, k . q, and exp(g) if there is a decay."""
+def _columns(
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    """What a step reads, `mix` `[.., .., HV, 2, K]` and `base` `[.., .., HV, 2, V]`, and what it writes: k, and exp(g)
+    if there is a decay.
+
+    With S the state before a node and e its decay, `d = beta (v - e S k)` and `o = e S q + (k . q) d` are the two rows
+    of `base + mix S^T`, prepared for all nodes at once.
+    """
     k = kq[..., :1, :]
-    overlap = (kq[..., 0, :] * kq[..., 1, :]).sum(-1, keepdim=True)
-    return [kq, k, v, beta[..., None], overlap, *(() if g is None else (torch.exp(g)[..., None, None],))]
+    overlap = (kq[..., 0, :] * kq[..., 1, :]).sum(-1)
+    share = torch.stack([beta, beta * overlap], -1)[..., None]
+    mix = torch.addcmul(kq * _query_only(kq.dtype, kq.device), share, k, value=-1)
+    base = share * v[..., None, :]
+    if g is None:
+        return (mix, base), (k,)
+    decay = torch.exp(g)[..., None, None]
+    return (mix * decay, base), (k, decay)
 
 
-def _read(step: tuple[Tensor, ...], state: Tensor) -> Result:
+@functools.lru_cache(maxsize=16)
+def _query_only(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([[0], [1]], dtype=dtype, device=device)
+
+
+def _read(mix: Tensor, base: Tensor, state: Tensor) -> Result:
     """Corrected values d and outputs o `[M, V]` of one token for each of the states `[M, V, K]`."""
-    kq, _, v, beta, overlap, *decay = step
-    read = torch.bmm(kq, state.transpose(1, 2))  # [M, 2, V]
-    if decay:
-        read = read * decay[0]
-    from_key, from_query = read.unbind(1)
-    d = beta * (v - from_key)
-    return d, torch.addcmul(from_query, d, overlap)
+    d, o = torch.baddbmm(base, mix, state.transpose(1, 2)).unbind(1)
+    return d, o
 
 
-def _write(step: tuple[Tensor, ...], d: Tensor, state: Tensor) -> Tensor:
+def _write(write: Sequence[Tensor], d: Tensor, state: Tensor) -> Tensor:
     """The states after those tokens, in place."""
-    _, k, _, _, _, *decay = step
+    k, *decay = write
     if decay:
         state.mul_(decay[0])
     return state.addcmul_(d[:, :, None], k)

@@ -142,7 +142,7 @@ def verify(
     beta, g = beta.to(work), None if g is None else g.to(work)
     run = {"serial": modes.serial, "parallel": modes.parallel, "hybrid": modes.hybrid}
     o, d = run[AUTO if mode == "auto" else mode](kq, v.to(work), g, beta, state, tree)
-    return o.to(v.dtype), Factors(keys, d, torch.zeros_like(beta) if g is None else g)
+    return o.contiguous().to(v.dtype), Factors(keys, d, torch.zeros_like(beta) if g is None else g)
 
 
 @functools.lru_cache(maxsize=64)
