@@ -71,7 +71,7 @@ def _parser(argv: Sequence[str]) -> _Parser:
 
         add_train(commands)
     else:
-        commands.add_parser("train", help="train a tokenizer or a target")
+        commands.add_parser("train", help="train a tokenizer, a target or a drafter")
     if asked == "bench":
         from specla.bench.cli import add_bench
 
@@ -112,7 +112,7 @@ def _add_generate(commands: Any) -> None:
     p.add_argument("--seed", type=int, default=0, metavar="N", help="default: %(default)s")
     p.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given again")
     p.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
-    add_speculation(p, drafter="ngram")
+    add_speculation(p, drafter="the one that comes with the model, else ngram")
     p.add_argument(
         "--compare", action="store_true", help="also decode plainly; print both speeds, check the tokens"
     )

@@ -20,7 +20,9 @@ def add_model(p: argparse.ArgumentParser, what: str = "checkpoint directory") ->
 def add_speculation(p: argparse.ArgumentParser, drafter: str) -> None:
     """--drafter, --verify and the sizes of a tree; `drafter` says what runs when none is named."""
     default = SpeculativeConfig()
-    p.add_argument("--drafter", metavar="NAME", help=f"{', '.join(DRAFTERS)}; default: {drafter}")
+    p.add_argument(
+        "--drafter", metavar="NAME", help=f"a directory, {', '.join(DRAFTERS)}; default: {drafter}"
+    )
     p.add_argument("--verify", choices=MODES, default=default.verify, help="default: %(default)s")
     p.add_argument(
         "--num-speculative-tokens",

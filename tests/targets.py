@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from specla.drafters import Drafter, DraftRow, NoDrafter, Proposal
-from specla.drafters.base import Draft, pack
+from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import Sequence
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.target import Tap
 from specla.state import AttentionState, StatePool
 from specla.tree import Tree
 
@@ -86,7 +87,7 @@ def prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     return [rng.randrange(vocab) for _ in range(length)]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(TokenDrafter):
     """A test double that drafts random trees around the truth, right with probability `right` at each node.
 
     Draft counts change from 0 up in every round and row, branches and sibling duplicates come at random. Set
@@ -148,9 +149,15 @@ class Recorder:
         return getattr(self.target, name)
 
     def verify(
-        self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto"
+        self,
+        tokens: Tensor,
+        tree: Tree,
+        slots: list[int],
+        pool: StatePool,
+        mode: str = "auto",
+        tap: Tap | None = None,
     ) -> Tensor:
-        logits = self.target.verify(tokens, tree, slots, pool, mode)
+        logits = self.target.verify(tokens, tree, slots, pool, mode, tap)
         self.rounds.append((tokens, tree, list(slots), logits))
         return logits
 

@@ -45,7 +45,7 @@ def add_bench(commands: Any) -> None:
     )
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--ignore-eos", action="store_true", help="always generate max-tokens tokens")
-    add_speculation(p, drafter="several ways to draft with ngram and synthetic, compared")
+    add_speculation(p, drafter="several ways to draft, compared")
     p.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
     p.add_argument("--output", metavar="FILE", help="write the JSON document there too")
     p.set_defaults(run=run_generate)

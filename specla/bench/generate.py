@@ -16,6 +16,7 @@ from typing import Any
 
 from specla.bench.prompts import BenchPrompt
 from specla.drafters import SyntheticDrafter
+from specla.drafters.network import Eagle
 from specla.engine.drafting import make_drafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -28,24 +29,37 @@ class UnrepeatableError(RuntimeError):
 
 @dataclass(frozen=True)
 class Way:
-    """One way to decode: a drafter by name and how much it may draft."""
+    """One way to decode: a drafter, by name or with its network, and how much it may draft."""
 
     name: str
-    drafter: str  # "none", "ngram" or "synthetic"
+    drafter: str | Eagle
     config: SpeculativeConfig
+
+
+def drafter_name(way: Way) -> str:
+    """What drafts: with "auto", a trained drafter leaves what the text repeats to lookup."""
+    if isinstance(way.drafter, str):
+        return way.drafter
+    return "eagle+ngram" if way.config.num_speculative_tokens == "auto" else "eagle"
 
 
 def plain_way(verify: str = "auto") -> Way:
     return Way("plain", "none", SpeculativeConfig(num_speculative_tokens=0, verify=verify))
 
 
-def default_ways(verify: str = "auto") -> list[Way]:
-    """What a benchmark compares with plain decoding when nothing else is asked for."""
+def default_ways(verify: str = "auto", network: Eagle | None = None) -> list[Way]:
+    """What a benchmark compares with plain decoding when nothing else is asked for; `network`: the target's drafter."""
 
     def config(tokens: int | str, topk: int, rate: float | None = None) -> SpeculativeConfig:
         return SpeculativeConfig(tokens, 8, topk, verify=verify, synthetic_acceptance_rate=rate)
 
+    trained = [] if network is None else [
+        Way("eagle chain 8", network, config(8, 1)),
+        Way("eagle tree 16", network, config(16, 4)),
+        Way("eagle+ngram auto", network, config("auto", 4)),
+    ]  # fmt: skip
     return [
+        *trained,
         Way("ngram chain 8", "ngram", config(8, 1)),
         Way("ngram tree 16", "ngram", config(16, 4)),
         Way("ngram auto", "ngram", config("auto", 4)),
@@ -128,7 +142,7 @@ def decode(
     `number` is the batch's own: its repeats draw the same drafts, other batches draw others.
     """
     seed = ((params.seed or 0) << 20) + number
-    drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed)
+    drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed, len(prompts))
     engine = Engine(target, drafter, way.config, max_num_seqs=len(prompts))
     sequences = [engine.add(ids, params) for ids in prompts]
     if isinstance(drafter, SyntheticDrafter):
@@ -162,7 +176,8 @@ def figures(runs: WayRuns, plain: WayRuns, batches: Sequence[int]) -> dict[str, 
     """
     way, config = runs.way, runs.way.config
     result: dict[str, Any] = {
-        "name": way.name, "drafter": way.drafter, "num_speculative_tokens": config.num_speculative_tokens,
+        "name": way.name, "drafter": drafter_name(way),
+        "num_speculative_tokens": config.num_speculative_tokens,
         "num_steps": config.num_steps, "topk": config.topk, "verify": config.verify,
         "synthetic_acceptance_rate": config.synthetic_acceptance_rate,
     }  # fmt: skip
@@ -183,6 +198,7 @@ def figures(runs: WayRuns, plain: WayRuns, batches: Sequence[int]) -> dict[str, 
         "tokens_per_s_of_each_repeat": [each and round(each, 2) for each in repeats],
         "speedup": round(rate / plain_rate, 3) if rate and plain_rate else None,
         "acceptance_length": round(tokens / rounds, 3),
+        "first_token_match": round(1 - histogram[0] / rounds, 3),
         "acceptance_rate": round(sum(run.accepted for run in every) / drafted, 3) if drafted else None,
         "acceptance_histogram": [histogram[n] for n in range(max(histogram) + 1)],
         "median_round_ms": round(1000 * median(steps), 3) if steps else None,

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from specla import __version__
-from specla.bench.generate import Way, default_ways, figures, measure, repeated_share
+from specla.bench.generate import Way, default_ways, drafter_name, figures, measure, repeated_share
 from specla.bench.prompts import BenchPrompt, read_prompts
 from specla.bench.steps import time_rounds
-from specla.engine.drafting import check_drafter
+from specla.drafters.network import Eagle
+from specla.engine.drafting import choose_drafter, load_network
 from specla.engine.llm import BUNDLED_MODEL, LLM
-from specla.engine.params import SamplingParams
+from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.flags import given, speculative_config
 
 CONTEXT = 64  # tokens of the prompt that single rounds start from
@@ -30,13 +31,22 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
     """Everything `specla bench generate` measures, JSON-ready."""
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    ways = _asked_ways(args)
+    config = speculative_config(args)
+    if args.drafter is None and given(args):
+        raise ValueError(f"{', '.join(given(args))} needs --drafter: the ways compared without it are fixed")
+    model = BUNDLED_MODEL if args.model is None else Path(args.model)
+    chosen = choose_drafter(args.drafter, model, config)  # a wrong flag should not wait for the model
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed, ignore_eos=args.ignore_eos
     )
     prompts = read_prompts(args.prompts, args.limit)
     llm = LLM(args.model, drafter="none", device=args.device, dtype=args.dtype)
     target = llm.target
+    network = load_network(chosen, target)
+    if args.drafter is None:
+        ways = default_ways(args.verify, network if isinstance(network, Eagle) else None)
+    else:
+        ways = [_asked_way(args, config, network)]
     encoded = sorted(
         ((p, llm.tokenizer.encode(p.prompt)) for p in prompts), key=lambda pair: pair[0].category
     )
@@ -135,21 +145,13 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _asked_ways(args: argparse.Namespace) -> list[Way]:
-    if args.drafter is None:
-        if given(args):
-            raise ValueError(
-                f"{', '.join(given(args))} needs --drafter: the ways compared without it are fixed"
-            )
-        return default_ways(args.verify)
-    config, rate = speculative_config(args), args.synthetic_acceptance_rate
+def _asked_way(args: argparse.Namespace, config: SpeculativeConfig, network: str | Eagle) -> Way:
+    rate = args.synthetic_acceptance_rate
     shape = "chain" if config.topk == 1 else f"top-k {config.topk}"
-    name = f"{args.drafter} {shape} {config.num_speculative_tokens}" + (
+    name = f"{drafter_name(Way('', network, config))} {shape} {config.num_speculative_tokens}" + (
         "" if rate is None else f" at {rate:g}"
     )
-    way = Way(name, args.drafter, config)
-    check_drafter(way.drafter, way.config)  # a wrong flag should not wait for the model
-    return [way]
+    return Way(name, network, config)
 
 
 def _same_category_batches(

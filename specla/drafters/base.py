@@ -19,30 +19,56 @@ class DraftRow:
 
     key: names the sequence; its history only grows until `Drafter.forget(key)`.
     tokens: the whole history, prompt included; the last one is the root, which the target has not read yet.
-    limit: the most nodes to draft below the root, 0 for none.
+    limit: the most nodes to draft below the root, 0 for none; what the engine finds worth its while.
+    room: the most that it can verify and that can still be of use, for drafts that cost nothing to make.
+    temperature, seed: how the target will draw (`specla.sampling`): its noise is known before its logits are.
     """
 
     key: int
     tokens: list[int]
     limit: int
+    room: int = 0
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass
 class Proposal:
-    """tokens: int64 `[B, N]`, node 0 the root, padding 0. tree: the topology of the same `[B, N]`."""
+    """tokens: int64 `[B, N]`, node 0 the root, padding 0. tree: the topology of the same `[B, N]`.
+
+    budgeted: whether the rows' limits had a say.
+    """
 
     tokens: Tensor
     tree: Tree
+    budgeted: bool = True
 
 
 class Drafter(Protocol):
-    """`propose` answers with one tree a row, padded to the largest; `forget` drops a sequence."""
+    """`propose` answers with one tree a row, padded to the largest; `forget` drops a sequence.
+
+    A drafter that looks at more than tokens names residual streams of the target in `layer_ids` (as in
+    `specla.models.target.Tap`). For every token that the target reads, prompt included, `observe` then brings these
+    streams `[T, len(layer_ids) * hidden]` and the token that followed each, before the next `propose`.
+    """
 
     name: str
+    layer_ids: tuple[int, ...]
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal: ...
 
+    def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None: ...
+
     def forget(self, key: int) -> None: ...
+
+
+class TokenDrafter:
+    """Base of drafters that look at tokens alone."""
+
+    layer_ids: tuple[int, ...] = ()
+
+    def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None:
+        raise AssertionError("a drafter without layer_ids is shown no features")
 
 
 class Draft(NamedTuple):

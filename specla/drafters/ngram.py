@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from specla.drafters.base import Draft, DraftRow, Proposal, check_at_least_one, pack
+from specla.drafters.base import Draft, DraftRow, Proposal, TokenDrafter, check_at_least_one, pack
 
 _MAX_MATCHES = 16  # occurrences a proposal looks at
 _LONGER = 4.0  # how much more an occurrence counts for every further token it shares
@@ -44,7 +44,7 @@ class NgramIndex:
         return list(weights.items())
 
 
-class NgramDrafter:
+class NgramDrafter(TokenDrafter):
     """Propose continuations that the history has already seen, merged into one tree and picked best first.
 
     Args:
@@ -79,7 +79,11 @@ class NgramDrafter:
 
     def propose(self, rows: Sequence[DraftRow]) -> Proposal:
         """One tree a row; a row without a match, or with limit 0, is its root alone."""
-        return pack([self._draft(row) for row in rows])
+        return pack(self.drafts(rows))
+
+    def drafts(self, rows: Sequence[DraftRow]) -> list[Draft]:
+        """The same before they are packed."""
+        return [self._draft(row) for row in rows]
 
     def forget(self, key: int) -> None:
         """Drop the index of a sequence; unknown keys are fine."""

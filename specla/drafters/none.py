@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specla.drafters.base import Draft, DraftRow, Proposal, pack
+from specla.drafters.base import Draft, DraftRow, Proposal, TokenDrafter, pack
 
 
-class NoDrafter:
+class NoDrafter(TokenDrafter):
     """Trees of the root alone."""
 
     name = "none"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specla.drafters.base import Draft, DraftRow, Proposal, check_at_least_one, pack
+from specla.drafters.base import Draft, DraftRow, Proposal, TokenDrafter, check_at_least_one, pack
 
 _MASK = 2**64 - 1
 
 
-class SyntheticDrafter:
+class SyntheticDrafter(TokenDrafter):
     """Propose a spine, right with a given probability at each depth, among siblings that are wrong.
 
     Args:

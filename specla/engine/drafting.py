@@ -1,31 +1,75 @@
-"""Drafters by name."""
+"""Drafters by name or from a checkpoint directory."""
 
 from __future__ import annotations
 
-from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from pathlib import Path
+
+from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters.checkpoint import load_drafter
+from specla.drafters.network import Eagle
 from specla.engine.params import DRAFTERS, SpeculativeConfig
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.layers import quantize_linears
+from specla.models.loader import measure_products
+
+COMPANION = "drafter"  # the directory within a target's where its own drafter is
 
 
-def check_drafter(name: str, config: SpeculativeConfig) -> None:
-    """Raise ValueError for a name that is not one of DRAFTERS, or settings that it has no use for."""
-    if name not in DRAFTERS:
-        raise ValueError(f"drafter must be one of {', '.join(DRAFTERS)}, got {name!r}")
-    if config.prune_threshold is not None:
-        raise ValueError(f"prune_threshold needs a drafter that gives probabilities, which {name} does not")
-    if config.synthetic_acceptance_rate is not None and name != "synthetic":
-        raise ValueError(f"synthetic_acceptance_rate is for drafter synthetic, not {name}")
-    if config.synthetic_acceptance_rate is None and name == "synthetic":
+def choose_drafter(asked: str | Path | None, model: Path, config: SpeculativeConfig) -> str | Path:
+    """What to draft with: a name, or a directory; by default the drafter that comes with the model, else n-grams.
+
+    Raises:
+        ValueError: when it is neither, or for settings that it has no use for.
+    """
+    if asked is None:
+        drafter: str | Path = model / COMPANION if _is_directory(model / COMPANION) else "ngram"
+    elif isinstance(asked, (str, Path)):
+        drafter = asked if asked in DRAFTERS else Path(asked)
+    else:
+        raise ValueError(f"drafter must be a name or a directory, got {asked!r}")
+    if isinstance(drafter, Path) and (asked == "" or not _is_directory(drafter)):
+        raise ValueError(
+            f"drafter must be one of {', '.join(DRAFTERS)} or a directory with one, got {str(drafter)!r}"
+        )
+    if isinstance(drafter, str) and config.prune_threshold is not None:
+        raise ValueError(
+            f"prune_threshold needs a drafter that gives probabilities, which {drafter} does not"
+        )
+    if config.synthetic_acceptance_rate is not None and drafter != "synthetic":
+        raise ValueError(f"synthetic_acceptance_rate is for drafter synthetic, not {drafter}")
+    if config.synthetic_acceptance_rate is None and drafter == "synthetic":
         raise ValueError("drafter synthetic needs synthetic_acceptance_rate")
+    return drafter
 
 
-def make_drafter(name: str, config: SpeculativeConfig, vocab_size: int, seed: int) -> Drafter:
-    """The drafter of that name, as large as the configuration allows; ValueError as `check_drafter`."""
-    check_drafter(name, config)
-    if name == "none" or config.max_draft == 0:
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long, say
+        return False
+
+
+def load_network(drafter: str | Path, target: GatedDeltaNet) -> str | Eagle:
+    """The network of a directory, ready to draft; a name stays one."""
+    if isinstance(drafter, str):
+        return drafter
+    network = load_drafter(drafter, target)
+    quantize_linears(network)
+    measure_products(network)
+    return network
+
+
+def make_drafter(
+    source: str | Eagle, config: SpeculativeConfig, vocab_size: int, seed: int, max_num_seqs: int
+) -> Drafter:
+    """The drafter of that name or with that network, as large as the configuration allows."""
+    size, steps, topk = config.max_draft, config.num_steps, config.topk
+    if source == "none" or size == 0:
         return NoDrafter()
-    if name == "ngram":
-        return NgramDrafter(config.max_draft, config.num_steps, config.topk)
-    assert config.synthetic_acceptance_rate is not None
-    return SyntheticDrafter(
-        config.synthetic_acceptance_rate, config.max_draft, config.num_steps, config.topk, vocab_size, seed
-    )
+    if isinstance(source, Eagle):
+        trained = EagleDrafter(source, size, steps, topk, config.prune_threshold, max_num_seqs)
+        return LookupFirst(trained, size) if config.num_speculative_tokens == "auto" else trained
+    if source == "ngram":
+        return NgramDrafter(size, steps, topk)
+    assert source == "synthetic" and config.synthetic_acceptance_rate is not None
+    return SyntheticDrafter(config.synthetic_acceptance_rate, size, steps, topk, vocab_size, seed)

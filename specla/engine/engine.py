@@ -7,13 +7,14 @@ from collections import deque
 from collections.abc import Callable, Sequence as Tokens
 
 import torch
+from torch import Tensor
 
 from specla.drafters.base import Drafter
 from specla.engine.budget import Budget
 from specla.engine.loop import run_round
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
 from specla.engine.sequence import Sequence
-from specla.models.target import Target
+from specla.models.target import Tap, Target
 
 
 class Engine:
@@ -129,14 +130,15 @@ class Engine:
         before = sum(s.metrics.num_tokens for s in batch)
         start = time.perf_counter()
         try:
-            run_round(batch, self.target, self.drafter, self.pool, budget, self.config.verify)
+            budgeted = run_round(batch, self.target, self.drafter, self.pool, budget, self.config.verify)
         except BaseException:
             for sequence in batch:  # their states are between two rounds
                 sequence.finish_reason = "error"
                 self.release(sequence)
             raise
         tokens = sum(s.metrics.num_tokens for s in batch) - before
-        self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
+        if budgeted:
+            self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
         for sequence in batch:
             if sequence.finish_reason:
                 self.running.remove(sequence)
@@ -150,13 +152,27 @@ class Engine:
         unread = sequence.tokens[sequence.num_prefilled : -1]
         try:
             if unread:
-                self.target.prefill(torch.tensor(unread, device=self.pool.device), sequence.slot, self.pool)
+                ids = torch.tensor(unread, device=self.pool.device)
+                self.target.prefill(ids, sequence.slot, self.pool, self._tap(sequence))
         except BaseException:
             sequence.finish_reason = "error"
             self.release(sequence)
             raise
         sequence.num_prefilled += len(unread)
         self.running.append(sequence)
+
+    def _tap(self, sequence: Sequence) -> Tap | None:
+        """Shows the drafter the stretches of a prompt, each with the tokens that follow its own."""
+        following = sequence.tokens[sequence.num_prefilled + 1 :]
+        done = 0
+
+        def read(features: Tensor) -> None:
+            nonlocal done
+            count = features.shape[1]
+            self.drafter.observe(sequence.key, features[0], following[done : done + count])
+            done += count
+
+        return Tap(self.drafter.layer_ids, read) if self.drafter.layer_ids else None
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = self.target.config.eos_token_id

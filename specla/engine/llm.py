@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specla.drafters import Drafter, NoDrafter, SyntheticDrafter
-from specla.engine.drafting import check_drafter, make_drafter
+from specla.engine.drafting import choose_drafter, load_network, make_drafter
 from specla.engine.engine import Engine
 from specla.engine.outputs import RequestOutput
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer, check_sampling
@@ -28,7 +28,8 @@ class LLM:
 
     Args:
         model: a checkpoint directory (config.json, safetensors, tokenizer), or None for the bundled specla-mini.
-        drafter: "ngram", "none" or "synthetic"; None is "ngram".
+        drafter: a drafter's directory, "ngram", "none" or "synthetic"; None takes the one that comes with the model,
+            in its directory `drafter`, or "ngram" where none does.
         speculative_config: a SpeculativeConfig or its fields as a dict.
         device: "auto", "cpu", "cuda" or "cuda:N"; dtype: "auto", "float32", "bfloat16", "float16" or "float64".
         max_num_seqs: sequences that run together.
@@ -41,7 +42,7 @@ class LLM:
     def __init__(
         self,
         model: str | Path | None = None,
-        drafter: str | None = None,
+        drafter: str | Path | None = None,
         speculative_config: SpeculativeConfig | dict[str, Any] | None = None,
         device: str = "auto",
         dtype: str | torch.dtype = "auto",
@@ -57,11 +58,10 @@ class LLM:
             raise ValueError(
                 f"speculative_config must be a SpeculativeConfig or a dict, got {speculative_config!r}"
             )
-        drafter = "ngram" if drafter is None else drafter
-        check_drafter(drafter, self.config)
         if model is not None and not isinstance(model, (str, Path)):
             raise ValueError(f"model must be a directory or None, got {model!r}")
         self.model_path = BUNDLED_MODEL if model is None else Path(model)
+        chosen = choose_drafter(drafter, self.model_path, self.config)
         self.device = resolve_device(device)
         self.dtype = resolve_dtype(dtype, self.device)
         self.target = load_target(self.model_path, self.device, self.dtype)
@@ -71,7 +71,8 @@ class LLM:
             if token is not None and token >= vocab_size:
                 raise ValueError(f"{self.model_path} names token {token} for begin or end of text, but its model "
                                  f"has {vocab_size} tokens")  # fmt: skip
-        self.drafter = make_drafter(drafter, self.config, self.target.config.vocab_size, seed)
+        network = load_network(chosen, self.target)
+        self.drafter = make_drafter(network, self.config, vocab_size, seed, max_num_seqs)
         self._engine = Engine(self.target, self.drafter, self.config, max_num_seqs, seed)
 
     def generate(

@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from specla.accept import accept
 from specla.drafters.base import Drafter, DraftRow
 from specla.engine.sampling import batch_sampling
 from specla.engine.sequence import Sequence
-from specla.models.target import Target
+from specla.models.target import Tap, Target
 from specla.state import StatePool
 
 
 def run_round(
     sequences: list[Sequence], target: Target, drafter: Drafter, pool: StatePool, budget: int, mode: str
-) -> None:
+) -> bool:
     """Advance every sequence by at least one token.
 
     The drafter proposes a tree for each, the target verifies all of them in one pass, the walk from the roots says
     what is accepted, and exactly what a sequence took is left pending in its slot.
 
     Args:
-        budget: drafts for each tree at most; 0 decodes plainly.
+        budget: drafts for each tree at most; 0 decodes plainly. Drafts that cost nothing may be more.
+
+    Returns:
+        whether the budget had a say.
     """
     slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
     assert len(slots) == len(sequences), "a running sequence has a slot"
 
-    rows = [DraftRow(s.key, s.tokens, max(0, min(budget, s.draft_limit))) for s in sequences]
+    rows = [_draft_row(sequence, budget, pool.max_nodes - 1) for sequence in sequences]
     proposal = drafter.propose(rows)
     tokens, tree = proposal.tokens.to(pool.device), proposal.tree.to(pool.device)
 
-    logits = target.verify(tokens, tree, slots, pool, mode)
+    features: list[Tensor] = []
+    tap = Tap(drafter.layer_ids, features.append) if drafter.layer_ids else None
+    logits = target.verify(tokens, tree, slots, pool, mode, tap)
 
     path, num_accepted, bonus = accept(logits, tokens, tree, batch_sampling(sequences, logits))
 
@@ -40,3 +47,13 @@ def run_round(
 
     # the last token taken is the next root: it and what lies beyond stay out of the state
     pool.accept(slots, path.clamp(min=0), [count - 1 for count in taken])
+    if tap is not None:
+        for b, (sequence, count) in enumerate(zip(sequences, taken, strict=True)):
+            drafter.observe(sequence.key, features[0][b, path[b, :count]], sequence.tokens[-count:])
+    return proposal.budgeted
+
+
+def _draft_row(sequence: Sequence, budget: int, most: int) -> DraftRow:
+    limit, room = (max(0, min(size, sequence.draft_limit)) for size in (budget, most))
+    params = sequence.params
+    return DraftRow(sequence.key, sequence.tokens, limit, room, params.temperature, sequence.seed)

@@ -9,7 +9,7 @@ from typing import Any
 from specla.modes import MODES
 
 LEAST = 1e-6  # of what must not be 0, in float32 either
-DRAFTERS = ("ngram", "none", "synthetic")  # by name; `drafting` makes them
+DRAFTERS = ("ngram", "none", "synthetic")  # by name; `drafting` makes them, and trained ones from directories
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,10 @@ class SpeculativeConfig:
     """How much to draft and how to verify.
 
     Args:
-        num_speculative_tokens: drafted nodes of a tree at most, the root excluded; "auto" lets the engine choose up to
-            16 a round from measured costs and recent acceptance, 0 is plain decoding.
-        num_steps: depth of a tree at most.
+        num_speculative_tokens: drafted nodes of a tree at most, the root excluded; 0 is plain decoding. "auto" lets the
+            engine choose up to 16 a round from measured costs and recent acceptance, and drafts what the text repeats
+            by lookup before it asks a trained drafter.
+        num_steps: depth of a tree at most, lookups aside.
         topk: children of a node at most; 1 drafts a chain.
         prune_threshold: drop nodes whose log-probability lies more than this below the best path's (drafters that
             give probabilities); None keeps all.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters import DraftRow, NgramDrafter, Proposal
-from specla.drafters.base import Draft, pack
+from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target
@@ -72,7 +72,7 @@ def test_plain_decoding_reverses_nearly_all() -> None:
     assert len(solved(200)) >= 190
 
 
-class WrongDrafter:
+class WrongDrafter(TokenDrafter):
     """Chains whose every token is wrong."""
 
     name = "wrong"

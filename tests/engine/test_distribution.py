@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from specla.drafters import Drafter, DraftRow, NoDrafter, Proposal
-from specla.drafters.base import Draft, pack
+from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine import loop
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -28,7 +28,7 @@ def target() -> GatedDeltaNet:
     return build_target(make_config("plain", vocab_size=VOCAB, num_hidden_layers=1, initializer_range=0.25))
 
 
-class AlwaysOne:
+class AlwaysOne(TokenDrafter):
     """Drafts 1, 1 and beside it 2: right by chance only, and far from the target's own distribution."""
 
     name = "one"

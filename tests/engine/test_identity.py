@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters.eagle import EagleDrafter
 from specla.engine.params import SamplingParams
+from tests.drafters.eagles import make_eagle
 from tests.targets import (
     RECURRENT,
     VARIANTS,
@@ -29,6 +31,9 @@ PROMPTS = [prompt(7) * 2, prompt(1), prompt(12, 1), prompt(4, 2) * 3, prompt(65,
 
 def drafter(name: str) -> Drafter:
     kind, _, rate = name.partition(" ")
+    if kind == "eagle":
+        target = make_target("plain")
+        return EagleDrafter(make_eagle(target, rate, dtype=torch.float32, draft_vocab_size=VOCAB), 9, 5, 3)
     if kind == "ngram":
         return NgramDrafter(9, 5, 3)
     if kind == "synthetic":
@@ -49,7 +54,8 @@ def accepted(made: Run) -> int:
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
 @pytest.mark.parametrize(
-    "name", ["none", "ngram", "synthetic 0", "synthetic 0.5", "synthetic 0.9", "synthetic 1", "scripted 0.8"]
+    "name",
+    "none|ngram|eagle delta|eagle window|synthetic 0|synthetic 0.5|synthetic 0.9|synthetic 1|scripted 0.8".split("|"),
 )
 def test_tokens_equal_those_of_plain_decoding(
     name: str, mode: str, params: SamplingParams, batch: int

@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from specla.drafters import DraftRow, Proposal
-from specla.drafters.base import Draft, pack
+from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.state import StatePool
@@ -34,7 +34,7 @@ def plain(variant: str, temperature: float) -> Run:
     return _plain[key]
 
 
-class ExactDrafter:
+class ExactDrafter(TokenDrafter):
     """Drafts a chain whose first `hits(row, round)` tokens are right and whose others are wrong."""
 
     name = "exact"

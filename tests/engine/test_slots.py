@@ -12,6 +12,7 @@ from torch import Tensor
 from specla.drafters import Drafter, DraftRow, NgramDrafter, Proposal
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.models.target import Tap
 from specla.state import StatePool
 from specla.tree import Tree
 from tests.targets import ScriptedDrafter, build_target, make_config, make_target, prompt, run
@@ -30,9 +31,15 @@ class Interrupting:
         return getattr(self.target, name)
 
     def verify(
-        self, tokens: Tensor, tree: Tree, slots: list[int], pool: StatePool, mode: str = "auto"
+        self,
+        tokens: Tensor,
+        tree: Tree,
+        slots: list[int],
+        pool: StatePool,
+        mode: str = "auto",
+        tap: Tap | None = None,
     ) -> Tensor:
-        logits = self.target.verify(tokens, tree, slots, pool, mode)
+        logits = self.target.verify(tokens, tree, slots, pool, mode, tap)
         self.calls += 1
         return self.between(self.calls, logits)
 
@@ -156,7 +163,7 @@ def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatc
 def test_logits_that_are_not_finite_raise_and_free_all_slots(params: SamplingParams) -> None:
     """One poisoned weight; the tokens drawn from NaN would be endless zeros."""
     target = build_target(make_config("plain"))
-    target.layers[1].down_proj.weight[3, 5] = torch.nan
+    target.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
     made = engine(target)
     sequences = [made.add(prompt(5, n), params) for n in range(3)]
     with pytest.raises(FloatingPointError, match="not finite in row 0"):
