@@ -1,11 +1,15 @@
-"""Checkpoints of a run, which know the run that they belong to."""
+"""What a run leaves on disk until it ends: checkpoints, which know the run that they belong to, and a log."""
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from specla.models.loader import replace_file
 
 
 def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
@@ -28,6 +32,32 @@ def load_checkpoint(path: Path, identity: dict[str, Any]) -> dict[str, Any]:
                 "train into another directory"
             )
     return state
+
+
+def cut_log(path: Path, step: int) -> None:
+    """Leave in a log the rows up to `step`: a killed run wrote more than its checkpoint knows, the last row in part."""
+    kept = []
+    if step and path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+            except ValueError:
+                break
+    replace_file(path, partial(Path.write_text, data="".join(kept), encoding="utf-8"))
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Add one row to a log.
+
+    Raises:
+        OSError: with the path in its message, on a full disk for instance.
+    """
+    try:
+        with path.open("a", encoding="utf-8") as log:
+            log.write(json.dumps(row) + "\n")
+    except OSError as error:
+        raise OSError(f"{path} could not be written ({error})") from error
 
 
 def _difference(part: str, stored: Any, value: Any) -> str:
