@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from specla.engine.params import SamplingParams, SpeculativeConfig
     from specla.tree import Tree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = ["LLM", "SamplingParams", "SpeculativeConfig", "Tree"]
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""A whole checkpoint made on the spot: a tiny random target and a tokenizer that fits it."""
+"""A whole checkpoint made on the spot: a tiny random target, a tokenizer that fits it, and a drafter if asked."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 import tokenizers
 import torch
 
+from specla.drafters.checkpoint import save_drafter
+from specla.drafters.network import Eagle
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import save_target
+from tests.drafters.eagles import make_eagle
 
 SENTENCES = [
     "the cat sat on the mat, and the dog sat on the cat",
@@ -50,3 +53,16 @@ def save_checkpoint(directory: Path, seed: int = 0, **changes: Any) -> GatedDelt
                 weight.uniform_(-3, 0, generator=generator)
     save_target(model, directory, torch.float32)
     return model
+
+
+def save_companion(
+    directory: Path,
+    target: GatedDeltaNet,
+    kind: str = "delta",
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
+) -> Eagle:
+    """Write a random drafter for `target` where the checkpoint in `directory` keeps its own."""
+    network = make_eagle(target, kind, dtype=torch.float32, **changes)
+    save_drafter(network, directory / "drafter", "target", dtype=dtype)
+    return network

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from specla import __version__
 from specla.cli import main
 from specla.engine.llm import BUNDLED_MODEL
 from specla.engine.params import DRAFTERS, SamplingParams, SpeculativeConfig
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_companion
 
 Damage = Callable[[Path], object]
 
@@ -30,6 +31,14 @@ Damage = Callable[[Path], object]
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("checkpoint")
     save_checkpoint(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def with_drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target that comes with a trained drafter, or what stands in for one."""
+    directory = tmp_path_factory.mktemp("with_drafter")
+    save_companion(directory, save_checkpoint(directory))
     return str(directory)
 
 
@@ -81,7 +90,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]):
 def test_help_lists_every_drafter(capsys: pytest.CaptureFixture[str], command: list[str]):
     assert run(*command, "--help") == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert f"--drafter NAME {', '.join(DRAFTERS)}; default" in told
+    assert f"--drafter NAME a directory, {', '.join(DRAFTERS)}; default" in told
 
 
 def test_help_does_not_load_torch():
@@ -153,6 +162,51 @@ def test_every_flag_arrives(capsys: pytest.CaptureFixture[str], checkpoint: str)
     assert narrow == [greedy] * 3
 
 
+def generated(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
+    assert run("generate", *argv, "-p", "the cat", "--max-tokens", "24", "--ignore-eos", "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_drafter_of_the_model_runs_unless_another_is_named(
+    capsys: pytest.CaptureFixture[str], with_drafter: str, checkpoint: str
+):
+    own = str(Path(with_drafter, "drafter"))
+    named = {
+        "eagle+ngram": ([with_drafter], [checkpoint, "--drafter", own]),
+        "eagle": ([with_drafter, "--num-speculative-tokens", "6"],),
+        "ngram": ([with_drafter, "--drafter", "ngram"], [checkpoint]),
+        "none": ([with_drafter, "--drafter", "none"], [with_drafter, "--num-speculative-tokens", "0"]),
+    }
+    texts = []
+    for name, commands in named.items():
+        for argv in commands:
+            report = generated(capsys, *argv, "--compare")
+            assert report["drafter"] == name and report["compare"]["identical"] is True
+            texts.append(report["token_ids"])
+    assert texts == texts[:1] * len(texts)
+
+
+def test_a_prune_threshold_drafts_less_and_changes_nothing(
+    capsys: pytest.CaptureFixture[str], with_drafter: str
+):
+    sizes = ["--num-speculative-tokens", "40", "--num-steps", "4"]
+    whole, pruned = (
+        generated(capsys, with_drafter, *sizes, *flags) for flags in ([], ["--prune-threshold", "0.1"])
+    )
+    assert 0 < pruned["num_draft_tokens"] < whole["num_draft_tokens"]
+    assert pruned["token_ids"] == whole["token_ids"]
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": 64}, {"num_hidden_layers": 1}], ids=str)
+def test_a_drafter_of_another_model_is_one_line(
+    capsys: pytest.CaptureFixture[str], with_drafter: str, tmp_path: Path, changes: dict[str, int]
+):
+    save_checkpoint(tmp_path, **changes)
+    own = str(Path(with_drafter, "drafter"))
+    assert "target" in fails(capsys, "generate", str(tmp_path), "-p", "the", "--drafter", own)
+    assert "drafter" in fails(capsys, "generate", with_drafter, "-p", "the", "--drafter", with_drafter)
+
+
 def test_prompt_from_stdin(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: str
 ):
@@ -213,6 +267,9 @@ def test_a_mistake_in_the_command_is_one_line(capsys: pytest.CaptureFixture[str]
 
 WITH_MODEL: list[tuple[list[str], str]] = [
     (["--drafter", "eagle"], "ngram, none, synthetic"),
+    (["--drafter", ""], "ngram, none, synthetic"),
+    (["--drafter", "none", "--prune-threshold", "0.5"], "prune_threshold"),
+    (["--prune-threshold", "0.5"], "prune_threshold"),
     (["--drafter", "ngram", "--prune-threshold", "0.5"], "prune_threshold"),
     (["--drafter", "synthetic"], "synthetic_acceptance_rate"),
     (["--drafter", "none", "--synthetic-acceptance-rate", "0.5"], "synthetic_acceptance_rate"),
@@ -401,6 +458,14 @@ def test_info_of_hybrids_and_of_checkpoints_without_tokenizer(
     facts = json.loads(capsys.readouterr().out)
     assert facts["layers"] == "3 of hidden size 32; softmax attention (window 7) at 0, 2"
     assert "no tokenizer files" in facts["tokenizer"]
+
+
+def test_info_of_a_model_with_a_drafter(capsys: pytest.CaptureFixture[str], with_drafter: str):
+    assert run("info", with_drafter, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["parameters"] == sum(
+        x.numel() for x in load_file(Path(with_drafter, "model.safetensors")).values()
+    )
 
 
 def test_info_of_the_bundled_model(capsys: pytest.CaptureFixture[str]):

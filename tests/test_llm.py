@@ -395,7 +395,7 @@ def test_logits_that_are_not_finite_are_an_error_and_leave_no_trace(checkpoint: 
         assert llm._engine.pool.num_free == 8
 
 
-def test_no_drafter_named_is_prompt_lookup(checkpoint: Path):
+def test_no_drafter_named_is_prompt_lookup_where_none_comes_with_the_model(checkpoint: Path):
     assert load(checkpoint, None).drafter.name == "ngram"
     assert load(checkpoint, "ngram", speculative_config={"num_speculative_tokens": 0}).drafter.name == "none"
 
@@ -405,14 +405,17 @@ def test_the_bundled_model_speaks():
     (output,) = llm.generate("Once upon a time", SamplingParams(max_tokens=12))
     text = output.outputs[0].text
     assert llm.model_path == BUNDLED_MODEL
+    assert llm.drafter.name == "eagle+ngram"
     assert "\ufffd" not in text
     assert text.count(" ") >= 3
 
 
-def test_drafts_of_the_bundled_model_change_nothing(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_drafts_of_the_bundled_model_change_nothing(capsys: pytest.CaptureFixture[str], drafter: str | None):
     prompt = "def area(width, height):\n    return width * height\n\n\ndef area("
     argv = ["generate", "-p", prompt, "--max-tokens", "24", "--compare", "--json"]
-    assert main(argv) == 0
+    assert main(argv + ([] if drafter is None else ["--drafter", drafter])) == 0
     report = json.loads(capsys.readouterr().out)
+    assert report["drafter"] == (drafter or "eagle+ngram")
     assert report["compare"]["identical"] is True
     assert report["num_accepted_draft_tokens"] > 0

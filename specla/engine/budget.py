@@ -7,7 +7,7 @@ from specla.engine.params import SpeculativeConfig
 CHOICES = (0, 4, 8, 16)
 MEMORY = 0.9  # weight of the past in the running means, after a round with the same choice
 FADING = 0.97  # and for each round without it
-FIRST_WAIT, LONGEST_WAIT = 24, 384  # rounds between tries of a choice that loses; doubled each time it does
+FIRST_WAIT, LONGEST_WAIT = 48, 384  # rounds between tries of a choice that loses; doubled each time it does
 
 
 class Budget:
@@ -25,7 +25,7 @@ class Budget:
         self._seconds = dict.fromkeys(CHOICES, 0.0)
         self._last = dict.fromkeys(CHOICES, 0)
         self._wait = dict.fromkeys(CHOICES, FIRST_WAIT)
-        self._due = {choice: 2 * n for n, choice in enumerate(reversed(CHOICES))}
+        self._due = {choice: n for n, choice in enumerate(reversed(CHOICES))}
         self._round = -1  # the first round warms up and does not count
 
     @property

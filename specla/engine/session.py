@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer):
         if isinstance(engine.drafter, SyntheticDrafter):
-            raise ValueError("a session needs drafter ngram or none: synthetic drafts from a finished answer")
+            raise ValueError("a session cannot have drafter synthetic, which drafts from a finished answer")
         self._engine, self._tokenizer = engine, tokenizer
         self._sequence: Sequence | None = None
         self._closed = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 FEW = 12  # more rows take longer than with the weights as they are (AVX2, 2 threads)
-VECTOR = 32  # torch reads rows of weights in whole vectors, past their end where it has to
+VECTOR = 32  # torch reads rows in whole vectors, past their end where it has to
 
 
 class Int8Weight(NamedTuple):
@@ -35,6 +35,8 @@ def quantize(weight: Tensor) -> Int8Weight | None:
 
 def int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
     """`x @ weight.T` for x `[..., in]`, which is rounded to bfloat16; the result has its dtype."""
-    flat = x.reshape(-1, x.shape[-1]).bfloat16()
+    flat = x.reshape(-1, x.shape[-1])
+    # a copy in any case: torch would crash on rows that start anywhere else in memory
+    flat = flat.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
     out = torch.ops.aten._weight_int8pack_mm(flat, weight.values, weight.scale)
     return out.to(x.dtype).view(*x.shape[:-1], -1)

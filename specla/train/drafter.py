@@ -50,10 +50,10 @@ class DrafterTraining(Training):
     length: int = 512
     rows: int = 2048
     passes: int = 2
-    corpus_share: float = 0.2
+    corpus_share: float = 0.1
     shortest_prompt: int = 16
     longest_prompt: int = 96
-    greedy_share: float = 0.5
+    greedy_share: float = 0.7
     temperature: float = 1.0
     features: str = "recurrent"
     eval_rows: int = 128

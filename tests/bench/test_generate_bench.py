@@ -16,7 +16,7 @@ from specla.cli import main
 from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.tree import Tree
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_companion
 from tests.targets import make_target
 
 WAYS = ["plain", "ngram chain 8", "ngram tree 16", "ngram auto", "synthetic chain 8 at 0.8"]
@@ -151,13 +151,39 @@ def test_an_asked_drafter_runs_beside_plain_decoding_alone(
     assert report["runs"][1]["rounds"] == 2  # 5 + 3 tokens
 
 
+TRAINED = ["eagle chain 8", "eagle tree 16", "eagle+ngram auto"]
+
+
+def test_a_model_with_a_drafter_is_compared_with_it_too(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, prompts: str
+):
+    model = tmp_path / "with_drafter"
+    save_companion(model, save_checkpoint(model))
+    few = [str(model), "--prompts", prompts, "--limit", "1", "--max-tokens", "12", "--repeat", "1", "--rounds", "0",
+           "--ignore-eos"]  # fmt: skip
+    status, lines, err = run(capsys, *few)
+    report = json.loads(lines[-1])
+    assert status == 0 and err == "" and report["errors"] == []
+    assert [row["name"] for row in report["runs"]] == ["plain", *TRAINED, *WAYS[1:]]
+    assert all(row["identical"] for row in report["runs"])
+    assert [row["drafter"] for row in report["runs"][1:4]] == ["eagle", "eagle", "eagle+ngram"]
+    for drafter in (str(model / "drafter"), "ngram"):
+        status, lines, _ = run(
+            capsys, *few, "--drafter", drafter, "--num-speculative-tokens", "5", "--topk", "2"
+        )
+        kind = "ngram" if drafter == "ngram" else "eagle"
+        rows = json.loads(lines[-1])["runs"]
+        assert status == 0 and [row["name"] for row in rows] == ["plain", f"{kind} top-k 2 5"]
+        assert rows[1]["drafter"] == kind
+
+
 def test_a_speed_of_other_tokens_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: str, prompts: str
 ):
     verify = GatedDeltaNet.verify
 
-    def wrong_below_the_root(self, tokens, tree, slots, pool, mode="auto"):
-        logits = verify(self, tokens, tree, slots, pool, mode).clone()
+    def wrong_below_the_root(self, tokens, tree, *rest):
+        logits = verify(self, tokens, tree, *rest).clone()
         logits[:, 1:] = logits[:, 1:].roll(1, -1)
         return logits
 
@@ -231,9 +257,9 @@ def test_a_timed_round_commits_the_deepest_path_before_it(monkeypatch: pytest.Mo
     target, committed = make_target(), []
     verify = GatedDeltaNet.verify
 
-    def watched(self, tokens, tree, slots, pool, mode="auto"):
+    def watched(self, tokens, tree, slots, pool, *rest):
         before = [pool.length[slot] for slot in slots]
-        logits = verify(self, tokens, tree, slots, pool, mode)
+        logits = verify(self, tokens, tree, slots, pool, *rest)
         committed.append((tree.size, [pool.length[s] - b for s, b in zip(slots, before, strict=True)]))
         return logits
 
@@ -284,6 +310,7 @@ def test_a_bad_prompt_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path
         (["--batch-size", "0"], "--batch-size must be in 1..4096"),
         (["--threads", "0"], "--threads must be in 1..4096"),
         (["--drafter", "oracle"], "drafter must be one of ngram, none, synthetic"),
+        (["--drafter", ""], "drafter must be one of ngram, none, synthetic"),
         (["--drafter", "synthetic"], "synthetic_acceptance_rate"),
         (["--topk", "1"], "--topk needs --drafter"),
         (["--num-steps", "8"], "--num-steps needs --drafter"),

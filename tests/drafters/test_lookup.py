@@ -119,10 +119,13 @@ def test_drafts_change_nothing(kind: str, warm: float) -> None:
     accepted = 0
     for batch in (1, 4):
         prompts = [
-            [chance.randrange(chance.randint(2, 5)) for _ in range(chance.randint(1, 40))] for _ in range(batch)
+            [chance.randrange(chance.randint(2, 5)) for _ in range(chance.randint(1, 40))]
+            for _ in range(batch)
         ]
         params = [
-            SamplingParams(max_tokens=chance.randint(20, 40), temperature=chance.choice([0.0, warm]), seed=seed)
+            SamplingParams(
+                max_tokens=chance.randint(20, 40), temperature=chance.choice([0.0, warm]), seed=seed
+            )
             for seed in range(batch)
         ]
         plain = run(target, None, prompts, params)

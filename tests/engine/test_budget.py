@@ -1,11 +1,27 @@
-"""The adaptive budget, fed with made-up costs: no clock is involved."""
+"""The adaptive budget, fed with made-up costs: no real clock is involved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
+from specla.drafters import Drafter, DraftRow, LookupFirst, NoDrafter, Proposal
+from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.budget import CHOICES, Budget
-from specla.engine.params import SpeculativeConfig
+from specla.engine.drafting import make_drafter
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.sequence import Sequence as Request
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.tree import Tree
+from tests.drafters.eagles import make_eagle
+from tests.targets import VOCAB, build_target, make_config, prompt
 
 
 def run(
@@ -49,3 +65,102 @@ def test_it_follows_a_drafter_that_turns_good_and_bad_again() -> None:
     assert good[-40:].count(16) >= 36
     bad = run(budget, 200, lambda n: 1.0, cost)
     assert bad[-100:].count(0) >= 90
+
+
+class Forwards:
+    """A clock that counts what is spent in plain forwards of the target: 1 for each, `node` for each drafted node
+    beyond its root, `step` for each step of drafting.
+    """
+
+    def __init__(self, node: float, step: float):
+        self.node, self.step, self.now = node, step, 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def watch(self, target: GatedDeltaNet) -> GatedDeltaNet:
+        """The target, whose verifications are counted."""
+        watched = copy.copy(target)
+
+        def verify(tokens: Tensor, tree: Tree, *rest: Any) -> Tensor:
+            self.now += 1 + self.node * (tree.size - 1)
+            return target.verify(tokens, tree, *rest)
+
+        watched.verify = verify
+        return watched
+
+
+class AlwaysWrong(TokenDrafter):
+    """Drafts chains side by side in which nothing is what plain decoding says, as much as it may."""
+
+    name = "wrong"
+
+    def __init__(self, truth: list[int], clock: Forwards, num_steps: int = 8):
+        self.truth, self.clock, self.num_steps = truth, clock, num_steps
+
+    def propose(self, rows: Sequence[DraftRow]) -> Proposal:
+        return pack([self._draft(row) for row in rows])
+
+    def forget(self, key: int) -> None:
+        pass
+
+    def _draft(self, row: DraftRow) -> Draft:
+        tokens, parents = [row.tokens[-1]], [-1]
+        for n in range(row.limit):
+            branch, depth = divmod(n, self.num_steps)
+            place = len(row.tokens) + depth
+            right = self.truth[place] if place < len(self.truth) else 0
+            tokens.append((right + 1 + branch) % VOCAB)
+            parents.append(n if depth else 0)
+        self.clock.now += self.clock.step * min(row.limit, self.num_steps)
+        return Draft(tokens, parents)
+
+
+@cache
+def small_target() -> GatedDeltaNet:
+    return build_target(make_config(num_hidden_layers=1))
+
+
+def request(drafter: Drafter, clock: Forwards) -> Request:
+    """One request of 500 tokens from an engine that lives by this clock."""
+    engine = Engine(clock.watch(small_target()), drafter, SpeculativeConfig(), max_num_seqs=1)
+    sequence = engine.add(prompt(9), SamplingParams(max_tokens=500, ignore_eos=True))
+    while engine.has_work:
+        engine.step()
+    assert len(sequence.output) == 500
+    return sequence
+
+
+@cache
+def truth() -> list[int]:
+    return request(NoDrafter(), Forwards(0, 0)).tokens
+
+
+@pytest.mark.parametrize(("node", "step"), [(0.05, 0.1), (0.08, 0.02)], ids=str)
+def test_end_to_end_a_drafter_that_is_always_wrong_costs_at_most_five_percent(
+    node, step, monkeypatch
+) -> None:
+    clock = Forwards(node, step)
+    monkeypatch.setattr("specla.engine.engine.time", clock)
+    sequence = request(AlwaysWrong(truth(), clock), clock)
+    assert sequence.tokens == truth()
+    assert sequence.metrics.num_draft_tokens > 100 and sequence.metrics.num_accepted_draft_tokens == 0
+    assert 500 < clock.now <= 1.05 * 500
+
+
+def test_end_to_end_an_untrained_drafter_costs_at_most_five_percent(monkeypatch) -> None:
+    clock = Forwards(node=0.05, step=0.1)
+    monkeypatch.setattr("specla.engine.engine.time", clock)
+    network = make_eagle(small_target(), dtype=torch.float32, layer_ids=(0, 1))
+    forward = network.forward
+
+    def counted(*args: Any) -> Tensor:
+        clock.now += clock.step
+        return forward(*args)
+
+    monkeypatch.setattr(network, "forward", counted)
+    drafter = make_drafter(network, SpeculativeConfig(), VOCAB, seed=0, max_num_seqs=1)
+    assert isinstance(drafter, LookupFirst)
+    sequence = request(drafter, clock)
+    assert sequence.tokens == truth() and sequence.metrics.num_draft_tokens > 100
+    assert clock.now <= 1.05 * 500

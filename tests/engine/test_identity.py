@@ -55,7 +55,9 @@ def accepted(made: Run) -> int:
 @pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
 @pytest.mark.parametrize(
     "name",
-    "none|ngram|eagle delta|eagle window|synthetic 0|synthetic 0.5|synthetic 0.9|synthetic 1|scripted 0.8".split("|"),
+    "none|ngram|eagle delta|eagle window|synthetic 0|synthetic 0.5|synthetic 0.9|synthetic 1|scripted 0.8".split(
+        "|"
+    ),
 )
 def test_tokens_equal_those_of_plain_decoding(
     name: str, mode: str, params: SamplingParams, batch: int

@@ -175,7 +175,9 @@ def test_what_does_not_fit_is_refused_before_training(data, tmp_path: Path) -> N
 
 
 def test_the_command_trains_and_names_its_mistakes(home: Path, tmp_path: Path, capsys) -> None:
-    size = "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
+    size = (
+        "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
+    )
     shape = "--num-heads 2 --head-dim 8 --intermediate-size 16 --draft-vocab-size 100 --unroll-steps 2 --log-every 1"
     given = f"train drafter {home / 'target'} --data {home} --out {tmp_path / 'out'} --device cpu"
     command = [*given.split(), *size.split(), *shape.split()]
