@@ -146,6 +146,7 @@ class EagleDrafter:
         lengths = [len(following) for _, following in taken]
         longest = max(lengths)
         features = torch.nn.utils.rnn.pad_sequence([features for features, _ in taken], batch_first=True)
+        features = features.to(self.network.norm.weight.dtype)
         ids = [following + [0] * (longest - len(following)) for _, following in taken]
         past = self.memory.reading([reader.slot for reader in readers], lengths)
         hidden = self.network(torch.tensor(ids, device=features.device), self.network.fuse(features), past)

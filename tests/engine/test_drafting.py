@@ -165,7 +165,8 @@ def test_a_trained_drafter_changes_no_token(
     outputs = llm.generate(PROMPTS, params)
     assert tokens(outputs) == answer
     assert tokens(llm.generate(PROMPTS[::-1], params)) == answer[::-1], "and again, in slots that others had"
-    assert any(output.metrics.num_draft_tokens for output in outputs)
+    if way != "auto":  # which may find that nothing pays here
+        assert any(output.metrics.num_draft_tokens for output in outputs)
     if params is HOT and way in ("tree", "chain"):
         assert all(output.metrics.acceptance_length > 1.5 for output in outputs)
 

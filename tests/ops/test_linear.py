@@ -89,7 +89,7 @@ def test_bits_do_not_depend_on_which_form_the_clock_prefers(
     chosen = set()
     for forms in (FORMS, FORMS[::-1], sorted(FORMS), sorted(FORMS, key=lambda form: form.weight_first)):
         monkeypatch.setattr(linear, "_fastest_first", lambda *_, forms=forms: list(forms))
-        plan = linear._plan.__wrapped__(96, 64, dtype, 0, torch.get_num_threads(), True)
+        plan = linear._plan.__wrapped__(96, 64, dtype, 0, torch.get_num_threads())
         chosen.add(plan)
         monkeypatch.setattr(linear, "_plan_for", lambda *_, plan=plan: plan)
         for rows in (1, 2, 4, 7, 8, 12, 16, 17, 32, 40):
@@ -109,8 +109,7 @@ def test_only_forms_with_the_bits_of_the_reference_are_taken(monkeypatch: pytest
         linear, "_fastest_first", lambda *_: [backwards, *(f for f in FORMS if f != backwards)]
     )
     arguments = (96, 64, torch.float32, 0, torch.get_num_threads())
-    assert linear._plan.__wrapped__(*arguments, False)[3] == backwards
-    assert backwards not in linear._plan.__wrapped__(*arguments, True)
+    assert backwards not in linear._plan.__wrapped__(*arguments)
 
 
 def test_where_a_rows_place_matters_rows_are_multiplied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +122,7 @@ def test_where_a_rows_place_matters_rows_are_multiplied_one_by_one(monkeypatch: 
     generator = torch.Generator().manual_seed(2)
     weight, x = torch.randn(24, 16, generator=generator), torch.randn(37, 16, generator=generator)
     monkeypatch.setattr(linear, "_multiply", by_place)
-    plan = linear._plan.__wrapped__(24, 16, torch.float32, 0, torch.get_num_threads(), True)
+    plan = linear._plan.__wrapped__(24, 16, torch.float32, 0, torch.get_num_threads())
     assert plan == (None,) * (BLOCK + 1)
     monkeypatch.setattr(linear, "_plan_for", lambda *_: plan)
     got = row_invariant_linear(x, weight)
@@ -155,7 +154,6 @@ def test_leading_dimensions_stay(leading: tuple[int, ...]) -> None:
 
 def test_the_plan_covers_every_number_of_rows() -> None:
     assert all(reference in FORMS and reference.rows == BLOCK for reference in REFERENCES)
-    for exact in (True, False):
-        plan = linear._plan(64, 48, torch.float32, 0, torch.get_num_threads(), exact)
-        assert len(plan) == BLOCK + 1
-        assert all(form is None or form.rows >= rows for rows, form in enumerate(plan))
+    plan = linear._plan(64, 48, torch.float32, 0, torch.get_num_threads())
+    assert len(plan) == BLOCK + 1
+    assert all(form is None or form.rows >= rows for rows, form in enumerate(plan))
