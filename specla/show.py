@@ -15,6 +15,7 @@ import torch
 
 from specla import __version__
 from specla.drafters import NoDrafter
+from specla.engine.drafting import COMPANION
 from specla.engine.llm import BUNDLED_MODEL, LLM, resolve_device
 from specla.engine.outputs import CompletionOutput, RequestOutput
 from specla.engine.params import SamplingParams
@@ -158,6 +159,7 @@ def _describe_model(directory: Path, target: GatedDeltaNet) -> dict[str, str | i
         "output_gate": gate,
         "vocabulary": config.vocab_size,
         "tokenizer": told,
+        "drafter": "its own" if (directory / COMPANION).is_dir() else "none of its own: ngram",
         "state_bytes": pool.bytes_per_sequence(),
         "bytes_per_draft_node": pool.bytes_per_node(),
     }

@@ -53,6 +53,7 @@ facts and does not follow instructions. Do not use it for anything that matters.
   matrices and AdamW for the rest. About {minutes:.0f} minutes at {speed:,} tokens/s, and about {compile_minutes} more to compile; stopped and
   resumed at step {resumed_at_step:,}. Its own chunked, differentiable torch form of the gated delta rule; no other library's kernels.
 - **Data**: {data}
+- **Drafter**: in `drafter/`, with a card of its own.
 - **Licence**: Apache-2.0 for the weights. The training text keeps its own licences (see Data).
 
 ## Held-out text
