@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specla.models.config import AttentionConfig, GatedDeltaNetConfig
-from specla.models.layers import AttentionMixer, DeltaMixer, Linear, RMSNorm, SwiGLU
+from specla.models.layers import AttentionMixer, DeltaMixer, Linear, RMSNorm, SwiGLU, draw_weights
 from specla.models.past import Past
 
 MIXERS = ("delta", "attention")
@@ -178,18 +178,4 @@ class Eagle(nn.Module):
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw fresh weights; embeddings and head are to be taken from the target."""
-        with torch.no_grad():
-            for name, weight in self.named_parameters():
-                leaf = name.rsplit(".", 1)[-1]
-                if leaf == "A_log":
-                    weight.uniform_(1e-3, 16, generator=generator).log_()
-                elif leaf == "dt_bias":
-                    step = torch.empty_like(weight).uniform_(-6.9078, -2.3026, generator=generator).exp()
-                    weight.copy_(step + torch.log(-torch.expm1(-step)))
-                elif leaf == "conv_weight":
-                    bound = weight.shape[1] ** -0.5
-                    weight.uniform_(-bound, bound, generator=generator)
-                elif weight.dim() == 2:
-                    weight.normal_(0, 0.02, generator=generator)
-                else:
-                    weight.fill_(1)
+        draw_weights(self, 0.02, generator)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from specla.models.config import GatedDeltaNetConfig
-from specla.models.layers import Block, Linear, RMSNorm, linear, set_compute_dtype
+from specla.models.layers import Block, Linear, RMSNorm, draw_weights, linear, set_compute_dtype
 from specla.models.past import FullText, Past, Prefill, Verification
 from specla.models.target import Tap
 from specla.state import AttentionSpec, RecurrentSpec, StatePool
@@ -31,24 +31,8 @@ class GatedDeltaNet(nn.Module):
         self.compute_dtype: torch.dtype | None = None
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Draw fresh weights as flash-linear-attention does (normal; decay rates over three orders of magnitude)."""
-        with torch.no_grad():
-            for name, weight in self.named_parameters():
-                leaf = name.rsplit(".", 1)[-1]
-                if leaf == "A_log":
-                    weight.uniform_(1e-3, 16, generator=generator).log_()
-                elif leaf == "dt_bias":
-                    step = torch.empty_like(weight).uniform_(-6.9078, -2.3026, generator=generator).exp()
-                    weight.copy_(step + torch.log(-torch.expm1(-step)))
-                elif leaf == "conv_weight":
-                    bound = weight.shape[1] ** -0.5
-                    weight.uniform_(-bound, bound, generator=generator)
-                elif leaf in ("conv_bias", "qkv_bias"):
-                    weight.zero_()
-                elif weight.dim() == 2:
-                    weight.normal_(0, self.config.initializer_range, generator=generator)
-                else:
-                    weight.fill_(1)
+        """Draw fresh weights as flash-linear-attention does."""
+        draw_weights(self, self.config.initializer_range, generator)
 
     def set_compute_dtype(self, dtype: torch.dtype | None) -> None:
         """As the function of that name, for a tied head too."""

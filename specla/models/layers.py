@@ -61,6 +61,27 @@ def quantize_linears(module: nn.Module) -> None:
             part.int8 = quantize(part.weight)
 
 
+@torch.no_grad()
+def draw_weights(module: nn.Module, deviation: float, generator: torch.Generator | None) -> None:
+    """Fresh weights: matrices normal with this deviation, decay rates over three orders of magnitude, norms of one."""
+    for name, weight in module.named_parameters():
+        leaf = name.rsplit(".", 1)[-1]
+        if leaf == "A_log":
+            weight.uniform_(1e-3, 16, generator=generator).log_()
+        elif leaf == "dt_bias":
+            step = torch.empty_like(weight).uniform_(-6.9078, -2.3026, generator=generator).exp()
+            weight.copy_(step + torch.log(-torch.expm1(-step)))
+        elif leaf == "conv_weight":
+            bound = weight.shape[1] ** -0.5
+            weight.uniform_(-bound, bound, generator=generator)
+        elif leaf in ("conv_bias", "qkv_bias"):
+            weight.zero_()
+        elif weight.dim() == 2:
+            weight.normal_(0, deviation, generator=generator)
+        else:
+            weight.fill_(1)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float):
         super().__init__()
