@@ -14,11 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specla.ops import Factors
-from specla.ops.conv import shift
+from specla.ops import Factors, triton as kernels
+from specla.ops.conv import launch_commit as launch_conv_commit, shift
 from specla.ops.torch import commit
+from specla.ops.verify import launch_commit
 
 Rows = slice | Tensor
+
+
+def slot_indices(rows: Rows, device: torch.device) -> Tensor:
+    """The slots by number, as kernels want them."""
+    return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=device)
 
 
 @dataclass(frozen=True)
@@ -73,11 +79,17 @@ class RecurrentState:
 
     def commit(self, rows: Rows, path: Tensor, count: Tensor) -> None:
         """Commit the first `count` nodes of `path` in every layer."""
-        factors = Factors(*(bank[:, rows] for bank in self.factors))
-        state = commit(self.state[:, rows], factors, path, count)
-        if not isinstance(rows, slice):
-            self.state[:, rows] = state
-        if self.conv_state.shape[-1]:
+        slots = slot_indices(rows, path.device) if kernels.use_kernels(self.state) else None
+        if slots is not None:
+            launch_commit(self.state, self.factors, path, count, slots, by_slot=True)
+        else:
+            factors = Factors(*(bank[:, rows] for bank in self.factors))
+            state = commit(self.state[:, rows], factors, path, count)
+            if not isinstance(rows, slice):
+                self.state[:, rows] = state
+        if slots is not None and self.conv_state.shape[-1] < kernels.MAX_TAPS:
+            launch_conv_commit(self.conv_state, self.conv_inputs, path, count, slots, by_slot=True)
+        elif self.conv_state.shape[-1]:
             self.conv_state[:, rows] = shift(self.conv_state[:, rows], self.conv_inputs[:, rows], path, count)
 
     def committed_bytes(self) -> int:

@@ -54,8 +54,8 @@ class Tree:
             raise ValueError(f"parent must have shape [B, N] or [N] with N >= 1, got {list(grid.shape)}")
         self.batch, self.size = grid.shape
         rows = grid.tolist()
-        self._count = _real_nodes(rows, self.size) if num_nodes is None else _checked(num_nodes, *grid.shape)
-        for b, (row, count) in enumerate(zip(rows, self._count, strict=True)):
+        counts = _real_nodes(rows, self.size) if num_nodes is None else _checked(num_nodes, *grid.shape)
+        for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
             if row[0] != -1:
                 raise ValueError(f"parent[{b}][0] must be -1: node 0 is the root; got {row[0]}")
             for i in range(1, count):
@@ -63,7 +63,8 @@ class Tree:
                     raise ValueError(
                         f"parent[{b}][{i}] is {row[i]}, allowed are 0..{i - 1} (topological order)"
                     )
-        self._rows = [row[:count] for row, count in zip(rows, self._count, strict=True)]
+        self._count = counts
+        self._rows = [row[:count] for row, count in zip(rows, counts, strict=True)]
 
     @classmethod
     def chain(cls, length: int, batch: int = 1, device: torch.device | str | None = None) -> Tree:
@@ -77,6 +78,22 @@ class Tree:
                 raise ValueError(f"{name} must be an integer in 1..65536, got {value!r}")
         return cls(torch.arange(-1, length - 1, dtype=torch.int32, device=device).expand(batch, length))
 
+    @classmethod
+    def resident(cls, parent: Tensor, num_nodes: Tensor) -> Tree:
+        """Trees that were made where they lie and are known to be right: nothing is checked, copied or read back.
+
+        Args:
+            parent: int32 `[B, N]` as the class wants it; entries beyond `num_nodes` may hold anything.
+            num_nodes: int32 `[B]` on the same device.
+
+        The first view that is worked out on the host (`depth`, `levels`, ...) reads both back, once.
+        """
+        tree = cls.__new__(cls)
+        tree.batch, tree.size = parent.shape
+        tree.device = parent.device
+        tree.parent, tree.num_nodes = parent, num_nodes
+        return tree
+
     def to(self, device: torch.device | str) -> Tree:
         """The same trees with their tensors on `device`."""
         device = torch.device(device)
@@ -89,7 +106,7 @@ class Tree:
 
     @cached_property
     def parent(self) -> Tensor:
-        """int32 `[B, N]`, -1 for the root and for padding."""
+        """int32 `[B, N]`, -1 for the root and (unless `resident`) for padding."""
         return self._padded(self._rows, torch.int32)
 
     @cached_property
@@ -241,6 +258,14 @@ class Tree:
             order, torch.arange(self.batch * self.size, device=self.device)
         )
         return None if in_place else order
+
+    @cached_property
+    def _count(self) -> list[int]:
+        return self.num_nodes.tolist()
+
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        return [row[:count] for row, count in zip(self.parent.tolist(), self._count, strict=True)]
 
     @cached_property
     def _depth(self) -> list[list[int]]:

@@ -1,10 +1,15 @@
-"""Settings shared by all tests: a reproducible hypothesis profile, and one torch thread."""
+"""Settings shared by all tests: Triton's interpreter where there is no GPU, a reproducible hypothesis profile, and
+one torch thread."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before any module with one
+
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(

@@ -217,3 +217,35 @@ def test_the_hybrid_schedule_visits_every_node_once_from_its_parents_state(
         assert has_child == sorted(has_child, reverse=True) and sum(has_child) == level.num_inner
         seen += nodes
     assert sorted(seen) == [b * tree.size + i for b, row in enumerate(rows) for i in range(len(row))]
+
+
+@given(batches, padding)
+def test_a_resident_tree_has_the_views_of_a_checked_one(rows: list[list[int]], extra: int) -> None:
+    size = max(map(len, rows)) + extra
+    checked = tree_of(rows, size)
+    tree = Tree.resident(torch.where(checked.valid, checked.parent, 2**30), checked.num_nodes)
+    assert (tree.batch, tree.size, tree.device) == (len(rows), size, checked.device)
+    for name in ("valid", "depth", "ancestors", "lineage", "heavy_child"):
+        assert torch.equal(getattr(tree, name), getattr(checked, name)), name
+    assert torch.equal(tree.windows(3), checked.windows(3))
+    assert (tree.is_full, tree.is_chain) == (checked.is_full, checked.is_chain)
+    for mine, its in zip(tree.levels, checked.levels, strict=True):
+        assert torch.equal(mine.nodes, its.nodes) and mine.num_inner == its.num_inner
+    assert repr(tree) == repr(checked)
+
+
+def test_a_resident_tree_is_the_given_tensors_and_reads_nothing_back() -> None:
+    parent = torch.tensor([[-1, 0, 1], [-1, 5, 5]], dtype=torch.int32, device="meta")  # without values
+    num_nodes = torch.tensor([3, 1], dtype=torch.int32, device="meta")
+    tree = Tree.resident(parent, num_nodes)
+    assert tree.parent is parent and tree.num_nodes is num_nodes
+    assert tree.valid.shape == (2, 3) and tree.device.type == "meta"
+    with pytest.raises(NotImplementedError):
+        _ = tree.depth
+
+
+def test_a_resident_tree_moves_to_another_device_without_its_garbage() -> None:
+    parent = torch.tensor([[-1, 0, 1], [-1, 5, 5]], dtype=torch.int32)
+    moved = Tree.resident(parent, torch.tensor([3, 1], dtype=torch.int32)).to("meta")
+    assert moved.parent.device.type == "meta" and not moved.is_full
+    assert moved.to("cpu").parent.tolist() == [[-1, 0, 1], [-1, -1, -1]]

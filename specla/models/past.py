@@ -14,9 +14,9 @@ from torch import Tensor
 from specla.modes import MODES
 from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
-from specla.ops.conv import causal_convolve, convolve
-from specla.ops.verify import verify
-from specla.state import AttentionState, RecurrentLayer, StatePool
+from specla.ops.conv import causal_convolve, convolve, launch as launch_conv, takes as takes_conv
+from specla.ops.verify import check_launch, launch, takes, verify
+from specla.state import AttentionState, RecurrentLayer, StatePool, slot_indices
 from specla.tree import Tree
 
 
@@ -103,9 +103,14 @@ class Verification:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
         assert tree.size <= pool.max_nodes, f"a tree of {tree.size} nodes in an envelope of {pool.max_nodes}"
         pool.flush(slots)
-        self.pool, self.slots, self.tree, self.mode = pool, slots, tree, mode
+        self.pool, self.slots, self.tree, self.mode = pool, slots, tree.to(pool.device), mode
         self.rows = pool.rows(slots)
         self.lengths = [pool.length[slot] for slot in slots]
+
+    @cached_property
+    def indices(self) -> Tensor:
+        """The slots as kernels read them, where they lie."""
+        return slot_indices(self.rows, self.pool.device)
 
     @cached_property
     def positions(self) -> Tensor:
@@ -116,11 +121,20 @@ class Verification:
         assert isinstance(state, RecurrentLayer)
         if state.conv_inputs.shape[-1]:  # of a window of one, nothing is read again
             state.conv_inputs[self.rows, : self.tree.size] = x
+        if takes_conv(state.conv_state, x, weight, bias):
+            return launch_conv(x, self.tree, weight, bias, state.conv_state, state_indices=self.indices)
         return convolve(x, self.tree, weight, bias, state.conv_state[self.rows])
 
     def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
         state = self.pool.layers[layer]
         assert isinstance(state, RecurrentLayer)
+        if takes(state.state, self.tree, q, k, v, g, beta):
+            check_launch(q, k, v, g, self.tree, self.mode)
+            o, _ = launch(
+                q, k, v, g, beta, self.tree, state.state, None, self.mode, True,
+                state_indices=self.indices, factors=state.factors, by_slot=True,
+            )  # fmt: skip
+            return o
         o, factors = verify(q, k, v, g, beta, self.tree, state.state[self.rows], None, self.mode, True)
         for bank, new in zip(state.factors, factors, strict=True):
             bank[self.rows, : self.tree.size] = new

@@ -6,11 +6,13 @@ from specla.modes import MODES
 from specla.ops.chunk import chunk_gated_delta
 from specla.ops.conv import conv_commit, tree_conv
 from specla.ops.factors import Factors, Pending, PendingConv
+from specla.ops.gate import Gate
 from specla.ops.verify import gated_delta_commit, gated_delta_verify
 
 __all__ = [
     "MODES",
     "Factors",
+    "Gate",
     "Pending",
     "PendingConv",
     "chunk_gated_delta",

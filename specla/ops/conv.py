@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specla.ops import triton as kernels
 from specla.ops.checks import check_path, require, select_rows
 from specla.ops.elementwise import silu
 from specla.ops.factors import PendingConv
@@ -26,6 +27,9 @@ def tree_conv(
     activation: str | None = "silu",
 ) -> Tensor:
     """Depthwise causal convolution of every node over its own ancestor path.
+
+    On a GPU a Triton kernel runs, where it is installed, for windows of up to four taps and nothing in fp64; it sums in
+    fp32. Otherwise plain torch runs.
 
     Args:
         x: raw inputs `[B, N, D]`.
@@ -51,15 +55,26 @@ def tree_conv(
     for name, y in (("x", x), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
         require(y.is_floating_point(), f"{name} must be floating point, got {y.dtype}")
         require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
-    if pending is not None:
+    on_kernels = takes(conv_state, x, weight, bias)
+    if on_kernels:
+        require(
+            tree.parent.device == x.device,
+            f"the tree is on {tree.parent.device}, x on {x.device}: use Tree.to",
+        )
+        _check_rows(x.shape[0])
+    if pending is not None and on_kernels:
+        _check_commit(conv_state, *pending)
+    elif pending is not None:
         conv_commit(conv_state, pending[0], pending[1], pending[2] - 1, state_indices=state_indices)
     slots, rows = select_rows(state_indices, x.shape[0], conv_state)
+    if on_kernels:
+        return launch(x, tree, weight, bias, conv_state, activation, state_indices, pending)
     if rows is None:
-        return convolve(x, tree, weight, bias, conv_state[slots], activation)
+        return _convolve(x, tree, weight, bias, conv_state[slots], activation)
     y = torch.zeros_like(x)
     if len(rows):
         some = Tree(tree.parent[rows], tree.num_nodes[rows])
-        y[rows] = convolve(x[rows], some, weight, bias, conv_state[slots], activation)
+        y[rows] = _convolve(x[rows], some, weight, bias, conv_state[slots], activation)
     return y
 
 
@@ -77,20 +92,19 @@ def conv_commit(
         ValueError: as `tree_conv`.
     """
     require(
-        x.dim() == 3 and x.is_floating_point(), f"x must be floating point [B, M, D], got {list(x.shape)}"
-    )
-    _check_state(conv_state, x.shape[2], conv_state.shape[-1])
-    for name, y in (("x", x), ("path", path), ("num_accepted", num_accepted)):
-        require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
-    require(
         not num_accepted.is_floating_point(), f"num_accepted must hold integers, got {num_accepted.dtype}"
     )
-    check_path(path, num_accepted + 1, x.shape[0], x.shape[1])
+    count = num_accepted + 1
+    _check_commit(conv_state, x, path, count)
     slots, rows = select_rows(state_indices, x.shape[0], conv_state)
+    if takes(conv_state, x):
+        _check_rows(x.shape[0])
+        launch_commit(conv_state, x, path, count, state_indices)
+        return
     if rows is not None:
-        x, path, num_accepted = x[rows], path[rows], num_accepted[rows]
+        x, path, count = x[rows], path[rows], count[rows]
     if x.shape[0] and conv_state.shape[-1]:
-        conv_state[slots] = shift(conv_state[slots], x, path.long(), num_accepted + 1)
+        conv_state[slots] = shift(conv_state[slots], x, path.long(), count)
 
 
 def convolve(
@@ -101,7 +115,19 @@ def convolve(
     window: Tensor,
     activation: str | None = "silu",
 ) -> Tensor:
-    """`tree_conv` without checks and slots: `window` is `[B, D, W - 1]`, one row a tree."""
+    """`tree_conv` without checks and slots: `window` is `[B, D, W - 1]`, one row a tree.
+
+    Plain torch also runs for a tree that was left on the host.
+    """
+    if takes(window, x, weight, bias) and tree.device.type == window.device.type:
+        return launch(x, tree, weight, bias, window, activation)
+    return _convolve(x, tree, weight, bias, window, activation)
+
+
+def _convolve(
+    x: Tensor, tree: Tree, weight: Tensor, bias: Tensor | None, window: Tensor, activation: str | None
+) -> Tensor:
+    """`convolve` in plain torch."""
     width = weight.shape[1]
     joined = torch.cat([window.transpose(1, 2), x.to(window.dtype)], 1)
     if tree.is_chain:  # a view; past the end of a shorter chain lies padding
@@ -134,6 +160,75 @@ def shift(window: Tensor, x: Tensor, path: Tensor, count: Tensor) -> Tensor:
     joined = torch.cat([window.transpose(-1, -2), x.to(window.dtype)], -2)
     rows = torch.arange(path.shape[0], device=x.device)[:, None]
     return joined[..., rows, index, :].transpose(-1, -2)
+
+
+def launch(
+    x: Tensor,
+    tree: Tree,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    activation: str | None = "silu",
+    state_indices: Tensor | None = None,
+    pending: PendingConv | tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`tree_conv` by a kernel; nothing is checked, nothing is read back."""
+    from specla.ops.triton.conv import tree_conv as run
+
+    if state_indices is not None:
+        state_indices = kernels.integers(state_indices, x.device)
+    if pending is not None:
+        path, count = (kernels.integers(y, x.device) for y in pending[1:])
+        pending = kernels.dense(pending[0]), path, count
+    bias = bias if bias is None else bias.contiguous()
+    with torch.cuda.device_of(conv_state):
+        return run(
+            kernels.dense(x), tree.parent.contiguous(), tree.num_nodes, weight, bias, conv_state, state_indices,
+            pending, activation,
+        )  # fmt: skip
+
+
+def launch_commit(
+    conv_state: Tensor,
+    x: Tensor,
+    path: Tensor,
+    count: Tensor,
+    state_indices: Tensor | None,
+    *,
+    by_slot: bool = False,
+) -> None:
+    """`conv_commit` of `count` nodes by a kernel; nothing is checked, nothing is read back."""
+    from specla.ops.triton.conv import conv_commit as run
+
+    path, count = (kernels.integers(y, x.device) for y in (path, count))
+    if state_indices is not None:
+        state_indices = kernels.integers(state_indices, x.device)
+    with torch.cuda.device_of(conv_state):
+        run(conv_state, kernels.dense(x), path, count, state_indices, by_slot=by_slot)
+
+
+def takes(conv_state: Tensor, *inputs: Tensor | None) -> bool:
+    """Whether the kernels take a window of this length and dtype, and what goes with it."""
+    return (
+        kernels.use_kernels(conv_state)
+        and conv_state.shape[-1] < kernels.MAX_TAPS
+        and not any(x is not None and x.dtype == torch.float64 for x in inputs)
+        and not kernels.wants_gradient(*inputs)
+    )
+
+
+def _check_commit(conv_state: Tensor, x: Tensor, path: Tensor, count: Tensor) -> None:
+    require(
+        x.dim() == 3 and x.is_floating_point(), f"x must be floating point [B, M, D], got {list(x.shape)}"
+    )
+    _check_state(conv_state, x.shape[2], conv_state.shape[-1])
+    for name, y in (("x", x), ("path", path), ("num_accepted", count)):
+        require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
+    check_path(path, count, x.shape[0], x.shape[1])
+
+
+def _check_rows(rows: int) -> None:
+    require(rows <= kernels.MAX_ROWS, f"on a GPU a batch may have up to {kernels.MAX_ROWS} rows, got {rows}")
 
 
 def _check_state(conv_state: Tensor, channels: int, keep: int) -> None:

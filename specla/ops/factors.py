@@ -10,12 +10,13 @@ from torch import Tensor
 class Factors(NamedTuple):
     """Rank-one updates of every node: `S_i = exp(g_i) S_parent(i) + d_i k_i^T`.
 
-    K numbers per key head and V + 1 per value head for a node, where a dense snapshot holds `HV * V * K`.
+    K numbers per key head and V + 1 (V + K with a decay per key channel) per value head for a node, where a dense
+    snapshot holds `HV * V * K`.
     """
 
     k: Tensor  # [B, N, H, K] keys as used by the recurrence
-    d: Tensor  # [B, N, HV, V] corrected values
-    g: Tensor  # [B, N, HV] log-decay
+    d: Tensor  # [B, N, HV, V] what is written: values, corrected by the delta rule, times beta
+    g: Tensor  # [B, N, HV] log-decay, zero for none, or [B, N, HV, K] for each key channel
 
 
 class Pending(NamedTuple):

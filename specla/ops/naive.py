@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specla.ops.factors import Factors, Pending, PendingConv
+from specla.ops.gate import Gate
 from specla.tree import Tree
 
 
@@ -20,10 +21,19 @@ def _log_decay(g: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if g is None else g.to(like.dtype)
 
 
-def _step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of the gated delta rule for one head: state [V, K], k [K], v [V] -> (new state, d [V])."""
+def _gated_decay(a: Tensor, gate: Gate) -> Tensor:
+    """Log-decay from raw projections a [B, N, HV] or [B, N, HV, K]."""
+    rate = torch.exp(gate.A_log.to(a.dtype)).view(-1, *[1] * (a.dim() - 3))
+    a = a if gate.dt_bias is None else a + gate.dt_bias.to(a.dtype)
+    return -rate * torch.logaddexp(a, torch.zeros_like(a))
+
+
+def _step(
+    state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta: bool = True
+) -> tuple[Tensor, Tensor]:
+    """One token of the rule for one head: state [V, K], k [K], v [V], g [] or [K] -> (new state, d [V])."""
     state = torch.exp(g) * state
-    d = beta * (v - state @ k)
+    d = beta * (v - state @ k) if delta else beta * v
     return state + torch.outer(d, k), d
 
 
@@ -45,7 +55,7 @@ def naive_gated_delta_verify(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    beta: Tensor,
+    beta: Tensor | None,
     tree: Tree,
     *,
     state: Tensor,
@@ -53,10 +63,14 @@ def naive_gated_delta_verify(
     pending: Pending | None = None,
     scale: float | None = None,
     use_qk_l2norm_in_kernel: bool = False,
+    delta: bool = True,
+    gate: Gate | None = None,
 ) -> tuple[Tensor, Factors]:
     """Gated delta rule at every node of a draft tree, each node under its own root-to-node path.
 
-    q, k [B, N, H, K]; v [B, N, HV, V]; g (log decay <= 0, None: no decay), beta [B, N, HV];
+    q, k [B, N, H, K]; v [B, N, HV, V]; g (log decay <= 0, None: no decay) [B, N, HV] or, for each key channel,
+    [B, N, HV, K]; beta (None: 1) [B, N, HV]. delta=False writes beta v whatever the state holds. With a gate,
+    g and beta are the raw projections that it makes them of.
     state [slots, HV, V, K]: `pending` is committed into it in place first, otherwise it is only read.
     Returns o [B, N, HV, V] in v's dtype and Factors in state's; both are zero at padding nodes and rows.
     """
@@ -68,7 +82,14 @@ def naive_gated_delta_verify(
     group = v.shape[2] // heads
     scale = key_dim**-0.5 if scale is None else scale
     out_dtype = v.dtype
-    q, k, v, beta = (x.to(state.dtype) for x in (q, k, v, beta))
+    q, k, v = (x.to(state.dtype) for x in (q, k, v))
+    beta = None if beta is None else beta.to(state.dtype)
+    if gate is not None:
+        if g is None:
+            raise ValueError("a gate computes the decay from g, got None")
+        g = _gated_decay(g.to(state.dtype), gate)
+        beta = None if beta is None else gate.beta_scale * torch.sigmoid(beta)
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta
     g = _log_decay(g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _l2norm(q), _l2norm(k)
@@ -80,7 +101,7 @@ def naive_gated_delta_verify(
             for h in range(v.shape[2]):
                 s = state[slot, h].clone()
                 for j in _path_to(tree, b, i):
-                    s, d = _step(s, k[b, j, h // group], v[b, j, h], g[b, j, h], beta[b, j, h])
+                    s, d = _step(s, k[b, j, h // group], v[b, j, h], g[b, j, h], beta[b, j, h], delta)
                 kept.d[b, i, h] = d
                 o[b, i, h] = s @ (q[b, i, h // group] * scale)
     return o.to(out_dtype), kept

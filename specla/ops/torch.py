@@ -1,10 +1,11 @@
-"""Tree verification of the gated delta rule in plain torch, for any device and any of its three modes.
+"""Tree verification of the gated delta rule and its relatives in plain torch, for any device, in any of three modes.
 
 `serial` and `hybrid` apply the same operations to every node in the same order as one-token decoding does, so their
 bits equal its bits. `parallel` solves all nodes of a tree at once and sums in another order.
 
-Shapes, here and below: kq `[B, N, HV, 2, K]` each node's key and scaled query; v `[B, N, HV, V]`; g, the log-decay
-(or None), and beta `[B, N, HV]`; state `[B, HV, V, K]`, only read. Results o and d `[B, N, HV, V]` are zero at padding.
+Shapes, here and below: kq `[B, N, HV, 2, K]` each node's key and scaled query; v `[B, N, HV, V]`; g, the log-decay,
+`[B, N, HV]`, for each key channel `[B, N, HV, K]`, or None; beta `[B, N, HV]`; state `[B, HV, V, K]`, only read; delta:
+whether values are corrected by what the state holds. Results o and d `[B, N, HV, V]` are zero at padding.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from specla.tree import Tree
 Result = tuple[Tensor, Tensor]
 
 
-def serial(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree) -> Result:
+def serial(
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree, delta: bool
+) -> Result:
     """One node after another, each from its parent's state; on a tree that branches, every node's state is kept
     until the layer is done.
     """
     batch, size, heads, dim = v.shape
-    reads, writes = _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1))
+    reads, writes = _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1), delta)
     steps = zip(*(x.flatten(0, 2).split(batch * heads) for x in (*reads, *writes)), strict=True)
     rows = torch.arange(batch, device=v.device)
     parent = tree.parent.long().clamp(min=0)
@@ -47,13 +50,15 @@ def serial(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     return (o, d) if tree.is_full else (o * tree.valid[..., None, None], d * tree.valid[..., None, None])
 
 
-def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree) -> Result:
+def hybrid(
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree, delta: bool
+) -> Result:
     """Heavy-light chains that advance together, one depth at a time, each from its resident state.
 
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
     batch, size, heads, dim = v.shape
-    reads, writes = _columns(kq, v, g, beta)
+    reads, writes = _columns(kq, v, g, beta, delta)
     if size == 1:
         mix, base = (x.flatten(0, 2) for x in reads)
         d, o = _read(mix, base, state.flatten(0, 1))
@@ -84,48 +89,72 @@ def hybrid(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor,
     return o.view(v.shape), d.view(v.shape)
 
 
-def parallel(kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree) -> Result:
+def parallel(
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree, delta: bool
+) -> Result:
     """All nodes at once: the UT transform with an ancestor mask, `(I + A) D = beta (V - exp(G) S_0 K)`.
 
     The order of summation is not that of one-token decoding: relative error near 1e-6 with an fp32 state.
     """
     size = tree.size
-    above = tree.ancestors[:, None]  # [B, 1, N, N]
-    here = tree.lineage[:, None]
+    here = tree.lineage[:, None]  # [B, 1, N, N]
     valid = tree.valid[:, None, :, None]
     beta = beta.transpose(1, 2)[..., None] * valid
     both = kq.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, HV, 2N, K], keys before queries
-    reads = both @ state.transpose(-1, -2)
-    scores = both @ both[:, :, :size].transpose(-1, -2)  # [B, HV, 2N, N]
-    if g is None:
-        between = here.to(v.dtype)
+    between = here.to(v.dtype)
+    if g is not None and g.dim() == v.dim():
+        total = here.to(g.dtype) @ g.transpose(1, 2)  # [B, HV, N, K]
+        reads = (both * torch.cat([total, total], 2).exp()) @ state.transpose(-1, -2)
+        scores = _channel_scores(kq, total, here)
     else:
-        total = here.to(g.dtype) @ g.transpose(1, 2)[..., None]  # [B, HV, N, 1]
-        between = (total - total.transpose(-1, -2)).masked_fill(~here, -torch.inf).exp()
-        reads = reads * torch.cat([total, total], 2).exp()
-    unit = beta * scores[:, :, :size] * between * above
-    right = beta * (v.transpose(1, 2) - reads[:, :, :size])
-    d = torch.linalg.solve_triangular(unit, right, upper=False, unitriangular=True)
+        reads = both @ state.transpose(-1, -2)
+        scores = both @ both[:, :, :size].transpose(-1, -2)  # [B, HV, 2N, N]
+        if g is not None:
+            total = here.to(g.dtype) @ g.transpose(1, 2)[..., None]  # [B, HV, N, 1]
+            between = (total - total.transpose(-1, -2)).masked_fill(~here, -torch.inf).exp()
+            reads = reads * torch.cat([total, total], 2).exp()
+    if delta:
+        unit = beta * scores[:, :, :size] * between * tree.ancestors[:, None]
+        right = beta * (v.transpose(1, 2) - reads[:, :, :size])
+        d = torch.linalg.solve_triangular(unit, right, upper=False, unitriangular=True)
+    else:
+        d = beta * v.transpose(1, 2)
     o = (reads[:, :, size:] + (scores[:, :, size:] * between) @ d) * valid
     return o.transpose(1, 2), d.transpose(1, 2)
+
+
+def _channel_scores(kq: Tensor, total: Tensor, here: Tensor) -> Tensor:
+    """`sum_c x_ic k_jc exp(G_ic - G_jc)` for keys, then queries x: `[B, HV, 2N, N]`, 0 off the paths.
+
+    Not a product of two matrices: `exp(-G_jc)` alone overflows where a channel forgets fast.
+    """
+    gap = total[:, :, :, None] - total[:, :, None]  # [B, HV, N, N, K]
+    decayed = gap.masked_fill(~here[..., None], -torch.inf).exp() * kq[..., 0, :].transpose(1, 2)[:, :, None]
+    scores = decayed @ kq.permute(0, 2, 1, 4, 3)  # [B, HV, N, N, 2]
+    return scores.permute(0, 1, 4, 2, 3).flatten(2, 3)
 
 
 def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tensor:
     """Apply the first `count` `[B]` nodes of `path` `[B, D]` to `state`, in place and in exact order.
 
-    Leading dimensions before B (layers) may stand in front of state and factors.
+    Leading dimensions before B (layers) may stand in front of state and factors; their g has K channels or none.
     """
     steps = int(count.max()) if count.numel() else 0
     if steps == 0:
         return state
-    path = path[:, :steps].clamp(min=0)
-    rows = torch.arange(path.shape[0], device=path.device)[:, None]
-    k, d, g = (x[..., rows, path, :, :] for x in (factors.k, factors.d, factors.g[..., None]))
-    k, d, g = (x.to(state.dtype) for x in (k, d, g))
+    path, idle = path[:, :steps], None
     if steps > int(count.min()):
-        idle = (torch.arange(steps, device=path.device) >= count[:, None])[..., None, None]
+        idle = torch.arange(steps, device=path.device) >= count[:, None]
+        path = path.masked_fill(idle, 0)  # whatever stands there
+        idle = idle[..., None, None]
+    rows = torch.arange(path.shape[0], device=path.device)[:, None]
+    k, d, g = factors
+    g = g if g.dim() == d.dim() else g[..., None]
+    k, d, g = (x[..., rows, path, :, :] for x in (k, d, g))
+    k, d, g = (x.to(state.dtype) for x in (k, d, g))
+    if idle is not None:
         k, d, g = k.masked_fill(idle, 0), d.masked_fill(idle, 0), g.masked_fill(idle, 0)
-    decay = g.exp()[..., None]
+    decay = g.exp()[..., None, :]
     groups = state.shape[-3] // k.shape[-2]
     k = k.repeat_interleave(groups, -2) if groups > 1 else k
     for t in range(steps):
@@ -135,22 +164,24 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
 
 
 def _columns(
-    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, delta: bool
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, ...]]:
     """What a step reads, `mix` `[.., .., HV, 2, K]` and `base` `[.., .., HV, 2, V]`, and what it writes: k, and exp(g)
-    if there is a decay.
+    `[.., .., HV, 1, 1 or K]` if there is a decay.
 
-    With S the state before a node and e its decay, `d = beta (v - e S k)` and `o = e S q + (k . q) d` are the two rows
-    of `base + mix S^T`, prepared for all nodes at once.
+    With S the state before a node and e its decay, `d = beta (v - S e k)` and `o = S e q + (k . q) d` are the two rows
+    of `base + mix S^T`, prepared for all nodes at once. Without the correction, d reads nothing of S.
     """
     k = kq[..., :1, :]
     overlap = (kq[..., 0, :] * kq[..., 1, :]).sum(-1)
     share = torch.stack([beta, beta * overlap], -1)[..., None]
-    mix = torch.addcmul(kq * _query_only(kq.dtype, kq.device), share, k, value=-1)
+    mix = kq * _query_only(kq.dtype, kq.device)
+    if delta:
+        mix = torch.addcmul(mix, share, k, value=-1)
     base = share * v[..., None, :]
     if g is None:
         return (mix, base), (k,)
-    decay = torch.exp(g)[..., None, None]
+    decay = torch.exp(g if g.dim() == v.dim() else g[..., None])[..., None, :]
     return (mix * decay, base), (k, decay)
 
 

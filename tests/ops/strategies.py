@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from specla.ops.factors import Factors, Pending
+from specla.ops.gate import Gate
 from specla.tree import Tree
 
 MODES = ("serial", "parallel", "hybrid", "auto")
 EXACT = ("serial", "hybrid")  # the modes that promise the bits of one-token decoding
 DECAYS = ("none", "zero", "mild", "strong")
+CHANNEL_DECAYS = ("channel-mild", "channel-strong")  # one for each key channel
 SHAPES = ("random", "chain", "star", "comb", "bushy")
 
 
@@ -84,7 +86,7 @@ class Case:
     k: Tensor
     v: Tensor
     g: Tensor | None
-    beta: Tensor
+    beta: Tensor | None
     parents: list[list[int]]
     tree: Tree
     state: Tensor
@@ -92,17 +94,21 @@ class Case:
     pending: Pending | None
     scale: float | None
     l2norm: bool
+    delta: bool = True
+    gate: Gate | None = None  # with one, g and beta are raw projections
 
     def __repr__(self) -> str:
         pending = (
             None if self.pending is None else (self.pending.path.tolist(), self.pending.num_nodes.tolist())
         )
         decay = None if self.g is None else round(float(self.g.nan_to_num().min()), 2)
+        gate = None if self.gate is None else (self.gate.dt_bias is not None, self.gate.beta_scale)
         return (
             f"Case(parents={self.parents}, N={self.tree.size}, "
             f"q={list(self.q.shape)}, v={list(self.v.shape)}, "
             f"slots={self.slots} of {self.state.shape[0]}, pending={pending}, "
-            f"min g={decay}, scale={self.scale}, "
+            f"g={None if self.g is None else list(self.g.shape)}, min g={decay}, beta={self.beta is not None}, "
+            f"delta={self.delta}, gate={gate}, scale={self.scale}, "
             f"l2norm={self.l2norm}, {self.state.dtype})"
         )
 
@@ -121,6 +127,8 @@ class Case:
             pending=self.pending,
             scale=self.scale,
             use_qk_l2norm_in_kernel=self.l2norm,
+            delta=self.delta,
+            gate=self.gate,
             **kwargs,
         )
         return o, factors, state
@@ -162,7 +170,7 @@ def make_inputs(
     repeated: bool = False,
     fused: bool = False,
 ) -> dict[str, Any]:
-    """q, k, v, g, beta: keys of norm 0.3 to 1, beta in (0, 2), g <= 0 or None.
+    """q, k, v, g, beta: keys of norm 0.3 to 1, beta in (0, 2), g <= 0 or None; g of a channel decay has K channels.
 
     repeated: one key for all nodes (a token said over and over); fused: q, k, v are views of one projection.
     """
@@ -175,13 +183,35 @@ def make_inputs(
     k = (k / k.norm(dim=-1, keepdim=True) * uniform(0.3, 1, *k.shape[:3], 1)).expand(batch, nodes, h, dk)
     q = torch.randn(batch, nodes, h, dk, generator=rng, dtype=torch.float64)
     v = torch.randn(batch, nodes, hv, dv, generator=rng, dtype=torch.float64)
-    low, high = {"none": (0, 0), "zero": (0, 0), "mild": (-1, 0), "strong": (-60, -20)}[decay]
-    g = None if decay == "none" else uniform(low, high, batch, nodes, hv).to(dtype)
+    low, high = {
+        "none": (0, 0),
+        "zero": (0, 0),
+        "mild": (-1, 0),
+        "strong": (-60, -20),
+        "channel-mild": (-1, 0),
+        "channel-strong": (-60, 0),  # some channels keep what others forget
+    }[decay]
+    g_shape = (batch, nodes, hv, dk) if decay in CHANNEL_DECAYS else (batch, nodes, hv)
+    g = None if decay == "none" else uniform(low, high, *g_shape).to(dtype)
     q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
     if fused:
         rows = torch.cat([x.flatten(2) for x in (q, k, v)], dim=-1).split([h * dk, h * dk, hv * dv], dim=-1)
         q, k, v = (x.unflatten(-1, y.shape[2:]) for x, y in zip(rows, (q, k, v), strict=True))
     return {"q": q, "k": k, "v": v, "g": g, "beta": uniform(0.02, 1.98, batch, nodes, hv).to(dtype)}
+
+
+def behind_gate(
+    rng: torch.Generator, inputs: dict[str, Any], *, bias: bool = True, beta_scale: float = 2.0
+) -> dict[str, Any]:
+    """The inputs with the raw projections whose gate makes their g (below 0), and their beta times beta_scale / 2."""
+    g, beta = inputs["g"].double(), inputs["beta"]
+    shape = g.shape[2:]
+    rate = torch.rand(shape[0], generator=rng, dtype=torch.float64) * 4 - 2
+    shift = torch.randn(shape, generator=rng, dtype=torch.float64) if bias else torch.zeros(shape).double()
+    a = (-g / rate.exp().view(-1, *[1] * (len(shape) - 1))).clamp(1e-6, 600).expm1().log() - shift
+    b = None if beta is None else torch.logit(beta.double() / 2).to(beta.dtype)
+    gate = Gate(rate.to(inputs["g"].dtype), shift.to(inputs["g"].dtype) if bias else None, beta_scale)
+    return inputs | {"g": a.to(inputs["g"].dtype), "beta": b, "gate": gate}
 
 
 @st.composite
@@ -227,13 +257,14 @@ def pendings(
     dims: tuple[int, int],
     dtype: torch.dtype,
     max_size: int,
+    decay: str = "mild",
 ) -> tuple[Pending, Tensor]:
     """A pending commit of another round's tree, and the mask [B, M] of the nodes that it really commits."""
     rows = draw(parents(batch, max_size))
     path, count = draw(accepted(rows))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     size = max(map(len, rows)) + draw(st.integers(0, 2))
-    made = make_inputs(rng, batch, size, heads, dims, "mild", dtype)
+    made = make_inputs(rng, batch, size, heads, dims, decay, dtype)
     used = torch.zeros(batch, size, dtype=torch.bool)
     for b in range(batch):
         used[b, path[b, : int(count[b])].long()] = True
@@ -259,14 +290,21 @@ def cases(
     h = draw(st.integers(1, 2))
     heads = (h, h * draw(st.integers(1, 3)))
     dk, dv = draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
-    decay, repeated, fused = draw(st.sampled_from(DECAYS)), draw(st.integers(0, 4)) == 0, draw(st.booleans())
+    decay = draw(st.sampled_from((*DECAYS, *CHANNEL_DECAYS)))
+    repeated, fused = draw(st.integers(0, 4)) == 0, draw(st.booleans())
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     inputs = make_inputs(rng, batch, size, heads, (dk, dv), decay, dtype, repeated=repeated, fused=fused)
+    if draw(st.integers(0, 4)) == 0:
+        inputs["beta"] = None
+    if decay not in ("none", "zero") and draw(st.booleans()):
+        bias, beta_scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.0]))
+        inputs = behind_gate(rng, inputs, bias=bias, beta_scale=beta_scale)
     slots, indices = (batch, None) if with_slots is False else draw(slot_maps(batch))
     state = torch.randn(slots, heads[1], dv, dk, generator=rng, dtype=torch.float64).to(dtype)
     pending = used = None
     if with_pending or (with_pending is None and draw(st.booleans())):
-        pending, used = draw(pendings(batch, heads, (dk, dv), dtype, max_size))
+        form = "channel-mild" if decay in CHANNEL_DECAYS else "mild"
+        pending, used = draw(pendings(batch, heads, (dk, dv), dtype, max_size, form))
     scale, l2norm = draw(st.sampled_from([None, 1.0, 0.3])), draw(st.booleans())
     case = Case(
         **inputs,
@@ -277,6 +315,7 @@ def cases(
         pending=pending,
         scale=scale,
         l2norm=l2norm,
+        delta=draw(st.booleans()),
     )
     return poison_case(case, used) if poisoned else case
 

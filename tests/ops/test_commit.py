@@ -12,6 +12,7 @@ from torch import Tensor
 from specla.ops import gated_delta_commit, gated_delta_verify
 from specla.ops.factors import Factors, Pending
 from specla.ops.naive import naive_gated_delta_commit
+from specla.ops.torch import commit
 from specla.tree import Tree
 from tests.ops.strategies import (
     EXACT,
@@ -45,7 +46,8 @@ def commits(draw: st.DrawFn, dtype: torch.dtype = torch.float64, *, poisoned: bo
         (draw(st.sampled_from([1, 3, 8])), draw(st.sampled_from([1, 2, 9]))),
     )
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    made = make_inputs(rng, batch, path.shape[1], heads, dims, "mild", dtype)
+    decay = draw(st.sampled_from(["mild", "channel-mild", "channel-strong"]))
+    made = make_inputs(rng, batch, path.shape[1], heads, dims, decay, dtype)
     state = torch.randn(slots, heads[1], dims[1], dims[0], generator=rng, dtype=torch.float64).to(dtype)
     factors = Factors(made["k"], made["v"], made["g"])
     if poisoned:
@@ -94,6 +96,28 @@ def test_an_accepted_path_with_gaps_commits_its_own_nodes() -> None:
     close(state[0, 0, 0], torch.tensor([0.4 + 0.1, 0.4, 0.4 + 0.6, 0.4, 0.4 + 5.0], dtype=torch.float64))
 
 
+def test_every_channel_decays_at_its_own_rate() -> None:
+    k = torch.tensor([[1.0, 1], [2, 0]], dtype=torch.float64)[None, :, None]
+    d = torch.ones(1, 2, 1, 1, dtype=torch.float64)
+    g = torch.tensor([[0.5, 1], [0.25, 0.1]], dtype=torch.float64).log()[None, :, None]
+    state = torch.full((1, 1, 1, 2), 8.0, dtype=torch.float64)
+    gated_delta_commit(state, Factors(k, d, g), torch.tensor([[0, 1]]), torch.tensor([1]))
+    close(state[0, 0, 0], torch.tensor([0.25 * (4 + 1) + 2, 0.1 * (8 + 1)], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("decay", ["mild", "channel-mild"])
+def test_layers_committed_together_have_the_bits_of_each_alone(decay: str) -> None:
+    rng = torch.Generator().manual_seed(0)
+    layers = [make_inputs(rng, 2, 5, (2, 4), (8, 6), decay, torch.float32) for _ in range(3)]
+    factors = Factors(*(torch.stack([made[name] for made in layers]) for name in ("k", "v", "g")))
+    path, count = torch.tensor([[0, 2, 3], [0, 4, -1]]), torch.tensor([3, 2])
+    state = torch.randn(3, 2, 4, 6, 8, generator=rng)
+    together = commit(state.clone(), factors, path, count)
+    for layer, alone in enumerate(state):
+        gated_delta_commit(alone, Factors(*(x[layer] for x in factors)), path, count - 1)
+        assert same_bits(together[layer], alone)
+
+
 def test_every_row_may_accept_another_length() -> None:
     rng = torch.Generator().manual_seed(0)
     made = make_inputs(rng, 6, 5, (1, 2), (4, 3), "mild", torch.float64)
@@ -122,16 +146,22 @@ def test_a_path_committed_in_two_parts_has_the_bits_of_one_commit(call: dict[str
     assert same_bits(whole, parts)
 
 
-def reference_step(state: Tensor, x: dict[str, Tensor]) -> None:
+def reference_step(state: Tensor, x: dict[str, Tensor], delta: bool) -> None:
     """One token [B, ...] in plain float64, written apart from all ops; state [B, HV, V, K] in place."""
     k = x["k"].repeat_interleave(state.shape[1] // x["k"].shape[1], 1)
-    state *= x["g"].exp()[..., None, None]
-    d = x["beta"][..., None] * (x["v"] - torch.einsum("bhvk,bhk->bhv", state, k))
+    state *= x["g"].exp().view(*state.shape[:2], 1, -1)
+    held = torch.einsum("bhvk,bhk->bhv", state, k) if delta else 0
+    d = x["beta"][..., None] * (x["v"] - held)
     state += torch.einsum("bhv,bhk->bhvk", d, k)
 
 
 def thousand_rounds(
-    mode: str, dtype: torch.dtype, delayed: bool, stepwise: bool
+    mode: str,
+    dtype: torch.dtype,
+    delayed: bool,
+    stepwise: bool,
+    decay: str = "mild",
+    delta: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """1,000 rounds on random trees with random acceptance, two rows with their own lengths.
 
@@ -145,9 +175,9 @@ def thousand_rounds(
     slots = torch.arange(batch)
     for t in range(ROUNDS):
         rows = [random_parent(SHAPES[(t + b) % 5], 1 + (t + b) % size, rng) for b in range(batch)]
-        x = make_inputs(rng, batch, size, heads, dims, "mild", dtype)
+        x = make_inputs(rng, batch, size, heads, dims, decay, dtype)
         _, factors = gated_delta_verify(
-            **x, tree=tree_of(rows, size), state=state, pending=pending, mode=mode
+            **x, tree=tree_of(rows, size), state=state, pending=pending, mode=mode, delta=delta
         )
         ids = [path_to(row, int(torch.randint(0, len(row), (1,), generator=rng))) for row in rows]
         path = torch.tensor([row + [-1] * (size - len(row)) for row in ids], dtype=torch.int32)
@@ -160,12 +190,14 @@ def thousand_rounds(
             live = s < count
             token = {n: y[slots, path[:, s].clamp(min=0).long()] for n, y in x.items()}
             rest = replay[~live].clone()
-            reference_step(replay, {n: y.double() for n, y in token.items()})
+            reference_step(replay, {n: y.double() for n, y in token.items()}, delta)
             replay[~live] = rest
             if stepwise:
                 indices = torch.where(live, slots, -1)
                 token = {n: y[:, None] for n, y in token.items()}
-                _, f = gated_delta_verify(**token, tree=single, state=steps, state_indices=indices, mode=mode)
+                _, f = gated_delta_verify(
+                    **token, tree=single, state=steps, state_indices=indices, mode=mode, delta=delta
+                )
                 gated_delta_commit(steps, f, zero[:, None], zero, state_indices=indices)
     if pending is not None:
         gated_delta_commit(state, pending.factors, pending.path, pending.num_nodes - 1)
@@ -175,6 +207,12 @@ def thousand_rounds(
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "auto"])
 def test_commit_equals_replay_after_1000_random_rounds_in_float64(mode: str) -> None:
     state, replay, _ = thousand_rounds(mode, torch.float64, delayed=mode != "parallel", stepwise=False)
+    close(state, replay, 1e-12)
+
+
+@pytest.mark.parametrize(("decay", "delta"), [("mild", False), ("channel-mild", True)])
+def test_1000_random_rounds_of_the_family_equal_replay_in_float64(decay: str, delta: bool) -> None:
+    state, replay, _ = thousand_rounds("hybrid", torch.float64, True, False, decay, delta)
     close(state, replay, 1e-12)
 
 
@@ -205,7 +243,8 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "too few slots and no indices": {"state": z(1, 2, 5, 4), "state_indices": None},
         "d has another batch": {"factors": Factors(k, d[:1], g)},
         "d has other nodes than k": {"factors": Factors(k, d[:, :2], g)},
-        "g is per channel": {"factors": Factors(k, d, z(2, 3, 2, 4))},
+        "g has V channels": {"factors": Factors(k, d, z(2, 3, 2, 5))},
+        "g has channels of H heads": {"factors": Factors(k, d, z(2, 3, 1, 4))},
         "HV is no multiple of H": {"factors": Factors(ones(2, 3, 3, 4), d, g)},
         "k is on another device": {"factors": Factors(k.to("meta"), d, g)},
         "path has one dimension": {"path": torch.tensor([0, 0])},

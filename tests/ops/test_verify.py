@@ -19,6 +19,7 @@ from tests.ops.strategies import (
     MODES,
     Case,
     CountOps,
+    behind_gate,
     cases,
     close,
     make_inputs,
@@ -43,9 +44,20 @@ def assert_same(case: Case, got: tuple, want: tuple, tol: float = 1e-10) -> None
     torch.testing.assert_close(got[2], want[2], rtol=tol, atol=tol, equal_nan=True)
 
 
+def decay_and_strength(case: Case) -> tuple[Tensor | None, Tensor]:
+    """g and beta behind the gate, as the formulas have them."""
+    g, beta, gate = case.g, case.beta, case.gate
+    if gate is not None and g is not None:
+        rate = gate.A_log.exp().view(-1, *[1] * (g.dim() - 3))
+        g = -rate * (1 + (g if gate.dt_bias is None else g + gate.dt_bias).exp()).log()
+        beta = None if beta is None else gate.beta_scale / (1 + (-beta).exp())
+    return g, torch.ones_like(case.v[..., 0]) if beta is None else beta
+
+
 @given(cases(with_pending=False, max_batch=2, max_size=8))
 def test_naive_equals_the_closed_form_of_the_recurrence(case: Case) -> None:
     o, factors, state = case.run(naive_gated_delta_verify)
+    g, strength = decay_and_strength(case)
     heads = case.q.shape[2]
     scale = case.q.shape[3] ** -0.5 if case.scale is None else case.scale
     for b, (parent, slot) in enumerate(zip(case.parents, case.slots, strict=True)):
@@ -53,17 +65,17 @@ def test_naive_equals_the_closed_form_of_the_recurrence(case: Case) -> None:
             q, k = (x[b, :, h * heads // case.v.shape[2]] for x in (case.q, case.k))
             if case.l2norm:
                 q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
-            v, beta, s0, d = case.v[b, :, h], case.beta[b, :, h], state[slot, h], {}
+            v, beta, s0, d = case.v[b, :, h], strength[b, :, h], state[slot, h], {}
             for i in range(len(parent)):
                 path = path_to(parent, i)
-                total = {
-                    j: sum(case.g[b, n, h] for n in path_to(parent, j)) if case.g is not None else 0
-                    for j in path
+                total = {j: sum(g[b, n, h] for n in path_to(parent, j)) if g is not None else 0 for j in path}
+                old = {
+                    j: torch.as_tensor(total[i] - total[j], dtype=torch.float64).exp() * k[j] for j in path
                 }
-                gap = {j: torch.as_tensor(total[i] - total[j], dtype=torch.float64).exp() for j in path}
                 start = torch.as_tensor(total[i], dtype=torch.float64).exp() * s0
-                d[i] = beta[i] * (v[i] - start @ k[i] - sum(gap[j] * (k[j] @ k[i]) * d[j] for j in path[:-1]))
-                out = start @ q[i] + sum(gap[j] * (k[j] @ q[i]) * d[j] for j in path)
+                held = start @ k[i] + sum((old[j] @ k[i]) * d[j] for j in path[:-1])
+                d[i] = beta[i] * (v[i] - held if case.delta else v[i])
+                out = start @ q[i] + sum((old[j] @ q[i]) * d[j] for j in path)
                 close(factors.d[b, i, h], d[i])
                 close(o[b, i, h], scale * out)
 
@@ -116,6 +128,8 @@ def decode(
             scale=case.scale,
             mode=mode,
             use_qk_l2norm_in_kernel=case.l2norm,
+            delta=case.delta,
+            gate=case.gate,
         )
         if delayed:
             pending = Pending(factors, zero[:, None], live.int())
@@ -187,12 +201,21 @@ def on_threads() -> Any:
 
 
 def big_case(
-    seed: int, dims: tuple[int, int], heads: tuple[int, int], batch: int, size: int, **extra: Any
+    seed: int,
+    dims: tuple[int, int],
+    heads: tuple[int, int],
+    batch: int,
+    size: int,
+    decay: str = "mild",
+    *,
+    gated: bool = False,
+    **extra: Any,
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
     shapes = ["random", "bushy", "comb", "star", "chain"]
     rows = [random_parent(shapes[b % 5], size - b, rng) for b in range(batch)]
-    inputs = make_inputs(rng, batch, size, heads, dims, "mild", torch.float32, fused=True)
+    inputs = make_inputs(rng, batch, size, heads, dims, decay, torch.float32, fused=True)
+    inputs = behind_gate(rng, inputs) if gated else inputs
     state = torch.randn(batch, heads[1], dims[1], dims[0], generator=rng)
     named = {"state_indices": None, "pending": None, "scale": None, "l2norm": True} | extra
     return Case(**inputs, parents=rows, tree=tree_of(rows, size), state=state, **named)
@@ -200,16 +223,22 @@ def big_case(
 
 @exact_modes
 @pytest.mark.parametrize(
-    ("dims", "heads", "batch", "size", "threads"),
+    ("dims", "heads", "batch", "size", "threads", "rule"),
     [
-        ((64, 64), (1, 1), 1, 17, 1),
-        ((64, 64), (4, 4), 5, 17, 1),
-        ((64, 64), (4, 4), 3, 9, 2),
-        ((128, 128), (2, 4), 2, 16, 1),
-        ((128, 256), (2, 2), 3, 9, 1),
-        ((96, 33), (1, 3), 4, 24, 2),
-        ((48, 96), (3, 3), 2, 33, 1),
-        ((17, 40), (2, 2), 5, 12, 1),
+        ((64, 64), (1, 1), 1, 17, 1, {}),
+        ((64, 64), (4, 4), 5, 17, 1, {}),
+        ((64, 64), (4, 4), 3, 9, 2, {}),
+        ((128, 128), (2, 4), 2, 16, 1, {}),
+        ((128, 256), (2, 2), 3, 9, 1, {}),
+        ((96, 33), (1, 3), 4, 24, 2, {}),
+        ((48, 96), (3, 3), 2, 33, 1, {}),
+        ((17, 40), (2, 2), 5, 12, 1, {}),
+        ((64, 64), (2, 2), 2, 9, 1, {"decay": "none"}),
+        ((64, 64), (2, 2), 2, 9, 1, {"decay": "none", "delta": False}),
+        ((64, 64), (2, 4), 2, 9, 1, {"delta": False, "gated": True}),
+        ((128, 128), (2, 2), 2, 9, 2, {"decay": "channel-mild", "gated": True}),
+        ((17, 40), (1, 3), 3, 12, 1, {"decay": "channel-strong"}),
+        ((33, 48), (2, 4), 3, 12, 1, {"decay": "channel-mild", "delta": False}),
     ],
 )
 def test_forward_of_n_has_the_bits_of_n_times_forward_of_one_at_model_sizes(
@@ -219,10 +248,11 @@ def test_forward_of_n_has_the_bits_of_n_times_forward_of_one_at_model_sizes(
     batch: int,
     size: int,
     threads: int,
+    rule: dict[str, Any],
     on_threads: Any,
 ) -> None:
     on_threads(threads)
-    case = big_case(1, dims, heads, batch, size)
+    case = big_case(1, dims, heads, batch, size, **rule)
     leaves = [int(case.tree.depth[b].argmax()) for b in range(batch)]
     assert_decoding_bits(case, mode, False, leaves)
 
@@ -359,19 +389,41 @@ def test_each_mode_runs_its_own_schedule() -> None:
 @every_mode
 @given(case=cases(with_pending=False))
 def test_no_decay_equals_a_log_decay_of_zero(mode: str, case: Case) -> None:
-    none, zero = replace(case, g=None), replace(case, g=torch.zeros_like(case.beta))
-    for x, y in zip(
-        none.run(gated_delta_verify, mode=mode)[::2],
-        zero.run(gated_delta_verify, mode=mode)[::2],
-        strict=True,
-    ):
-        close(x, y)
+    none = replace(case, g=None, gate=None, beta=None if case.gate else case.beta)
+    o, factors, _ = none.run(gated_delta_verify, mode=mode)
+    assert factors.g.shape == case.v.shape[:3] and not factors.g.any()
+    for zeros in (case.v[..., 0], case.v[..., :1].expand(*case.v.shape[:3], case.q.shape[3])):
+        o_zero, f_zero, _ = replace(none, g=torch.zeros_like(zeros)).run(gated_delta_verify, mode=mode)
+        close(o, o_zero)
+        close(factors.d, f_zero.d)
+
+
+@every_mode
+@given(case=cases(with_pending=False))
+def test_a_decay_of_equal_channels_equals_the_scalar_one(mode: str, case: Case) -> None:
+    (g, beta), size = decay_and_strength(case), case.q.shape[3]
+    g = -beta.abs() if g is None else g if g.dim() == 3 else g[..., 0]
+    one = replace(case, g=g, beta=beta, gate=None)
+    o, factors, _ = one.run(gated_delta_verify, mode=mode)
+    wide = replace(one, g=g[..., None].expand(*g.shape, size))
+    o_wide, f_wide, _ = wide.run(gated_delta_verify, mode=mode)
+    assert torch.equal(f_wide.g, factors.g[..., None].expand(*g.shape, size))
+    close(o, o_wide)
+    close(factors.d, f_wide.d)
+
+
+@every_mode
+@given(case=cases(with_pending=False, poisoned=True))
+def test_without_the_correction_a_node_writes_beta_times_v(mode: str, case: Case) -> None:
+    _, factors, _ = replace(case, delta=False).run(gated_delta_verify, mode=mode)
+    _, beta = decay_and_strength(case)
+    close(factors.d[case.real], (beta[..., None] * case.v)[case.real])
 
 
 @every_mode
 @pytest.mark.parametrize("shape", ["chain", "random"])
 def test_strong_decay_and_repeated_keys_stay_finite_and_accurate_in_float32(mode: str, shape: str) -> None:
-    for decay, repeated in (("strong", False), ("none", True), ("mild", True)):
+    for decay, repeated in (("strong", False), ("none", True), ("mild", True), ("channel-strong", False)):
         rng = torch.Generator().manual_seed(7)
         parent = random_parent(shape, 48, rng)
         inputs = make_inputs(rng, 1, 48, (1, 2), (16, 16), decay, torch.float32, repeated=repeated)
@@ -386,28 +438,32 @@ def test_strong_decay_and_repeated_keys_stay_finite_and_accurate_in_float32(mode
 @every_mode
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_inputs_are_computed_in_the_states_dtype(mode: str, dtype: torch.dtype) -> None:
-    case = big_case(9, (32, 16), (2, 4), 2, 9)
-    low = {n: getattr(case, n).to(dtype) for n in ("q", "k", "v", "g", "beta")}
-    o, _, _ = replace(case, **low).run(gated_delta_verify, mode=mode)
-    wide, _, _ = replace(case, **{n: x.float() for n, x in low.items()}).run(gated_delta_verify, mode=mode)
-    assert o.dtype == dtype and wide.dtype == torch.float32
-    assert torch.equal(o, wide.to(dtype))
+    for rule in ({}, {"decay": "channel-mild", "gated": True}):
+        case = big_case(9, (32, 16), (2, 4), 2, 9, **rule)
+        low = {n: getattr(case, n).to(dtype) for n in ("q", "k", "v", "g", "beta")}
+        o, _, _ = replace(case, **low).run(gated_delta_verify, mode=mode)
+        wide, _, _ = replace(case, **{n: x.float() for n, x in low.items()}).run(
+            gated_delta_verify, mode=mode
+        )
+        assert o.dtype == dtype and wide.dtype == torch.float32
+        assert torch.equal(o, wide.to(dtype))
 
 
 @every_mode
 @pytest.mark.parametrize("heads", [(1, 1), (2, 2), (2, 6)])
-def test_a_node_keeps_k_plus_v_plus_one_numbers_a_head_and_no_snapshot(
-    mode: str, heads: tuple[int, int]
+@pytest.mark.parametrize("decay", ["none", "mild", "channel-mild"])
+def test_a_node_keeps_its_key_value_and_decay_and_no_snapshot(
+    mode: str, heads: tuple[int, int], decay: str
 ) -> None:
     (h, hv), (dk, dv), batch, nodes = heads, (24, 40), 2, 9
-    _, factors, _ = big_case(2, (dk, dv), heads, batch, nodes).run(gated_delta_verify, mode=mode)
+    _, factors, _ = big_case(2, (dk, dv), heads, batch, nodes, decay).run(gated_delta_verify, mode=mode)
     assert isinstance(factors, Factors)
+    channels = (dk,) if decay == "channel-mild" else ()
     assert [tuple(x.shape) for x in factors] == [
         (batch, nodes, h, dk),
         (batch, nodes, hv, dv),
-        (batch, nodes, hv),
+        (batch, nodes, hv, *channels),
     ]
     storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in factors}
-    assert sum(storages.values()) == 4 * batch * nodes * (
-        h * dk + hv * (dv + 1)
-    )  # a view would keep more alive
+    numbers = h * dk + hv * (dv + (dk if channels else 1))
+    assert sum(storages.values()) == 4 * batch * nodes * numbers  # a view would keep more alive

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from specla.ops import gated_delta_verify
 from specla.ops.factors import Factors, Pending
+from specla.ops.gate import Gate
 from specla.tree import Tree
 
 
@@ -31,7 +32,30 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "v has other heads than the state": {"v": z(2, 3, 2, 6)},
         "v has another V than the state": {"v": z(2, 3, 4, 5)},
         "HV is no multiple of H": {"q": z(2, 3, 3, 4), "k": z(2, 3, 3, 4)},
-        "g is per channel": {"g": z(2, 3, 4, 4)},
+        "g has V channels": {"g": z(2, 3, 4, 6)},
+        "g has one channel": {"g": z(2, 3, 4, 1)},
+        "g has channels of H heads": {"g": z(2, 3, 2, 4)},
+        "g is one per row": {"g": z(2, 1, 4)},
+        "g is integer": {"g": z(2, 3, 4, dtype=torch.int64)},
+        "beta is per channel": {"beta": z(2, 3, 4, 4)},
+        "beta is on another device": {"beta": z(2, 3, 4, device="meta")},
+        "delta is no bool": {"delta": 1},
+        "delta is None": {"delta": None},
+        "the gate is a tuple": {"gate": tuple(gate_of())},
+        "the gate has no g": {"gate": gate_of(), "g": None},
+        "A_log has H heads": {"gate": gate_of()._replace(A_log=z(2))},
+        "A_log is per channel": {"gate": gate_of()._replace(A_log=z(4, 4)), "g": z(2, 3, 4, 4)},
+        "A_log is integer": {"gate": gate_of()._replace(A_log=z(4, dtype=torch.int64))},
+        "A_log is on another device": {"gate": gate_of()._replace(A_log=z(4, device="meta"))},
+        "dt_bias has H heads": {"gate": gate_of()._replace(dt_bias=z(2))},
+        "dt_bias is per channel and g is not": {"gate": gate_of()._replace(dt_bias=z(4, 4))},
+        "g is per channel and dt_bias is not": {"gate": gate_of(), "g": z(2, 3, 4, 4)},
+        "dt_bias is integer": {"gate": gate_of()._replace(dt_bias=z(4, dtype=torch.int64))},
+        "dt_bias is on another device": {"gate": gate_of()._replace(dt_bias=z(4, device="meta"))},
+        "beta_scale is zero": {"gate": gate_of()._replace(beta_scale=0.0)},
+        "beta_scale is negative": {"gate": gate_of()._replace(beta_scale=-1.0)},
+        "beta_scale is not a number": {"gate": gate_of()._replace(beta_scale=float("nan"))},
+        "beta_scale is infinite": {"gate": gate_of()._replace(beta_scale=float("inf"))},
         "g has H heads": {"g": z(2, 3, 2)},
         "beta has H heads": {"beta": z(2, 3, 2)},
         "beta is one per row": {"beta": z(2, 1, 4)},
@@ -61,6 +85,9 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "pending has other heads": {"pending": pending_of(hv=2)},
         "pending has another V": {"pending": pending_of(dv=5)},
         "pending has another K": {"pending": pending_of(dk=5)},
+        "pending has V channels of decay": {
+            "pending": pending_of()._replace(factors=pending_of().factors._replace(g=z(2, 3, 4, 6)))
+        },
         "pending.num_nodes has two dimensions": {
             "pending": pending_of()._replace(num_nodes=torch.ones(2, 1, dtype=torch.int32))
         },
@@ -73,6 +100,10 @@ def bad_calls() -> dict[str, dict[str, Any]]:
         "pending.num_nodes is beyond the path": {"pending": pending_of()._replace(path=path([0]))},
         "pending is on another device": {"pending": pending_of()._replace(factors=elsewhere)},
     }
+
+
+def gate_of() -> Gate:
+    return Gate(torch.zeros(4), torch.zeros(4))
 
 
 def pending_of(batch: int = 2, hv: int = 4, dk: int = 4, dv: int = 6) -> Pending:
@@ -96,8 +127,18 @@ def good_call() -> dict[str, Any]:
     }
 
 
-def test_the_good_call_of_the_next_law_commits() -> None:
-    call = good_call()
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"g": None, "beta": None, "delta": False},
+        {"gate": gate_of()},
+        {"g": torch.zeros(2, 3, 4, 4), "gate": Gate(torch.zeros(4), torch.zeros(4, 4), 2.0)},
+        {"gate": Gate(torch.zeros(4), None)},
+    ],
+)
+def test_the_good_calls_of_the_next_law_commit(change: dict[str, Any]) -> None:
+    call = good_call() | change
     gated_delta_verify(**call)
     assert call["state"][[0, 2]].any()
 
