@@ -6,11 +6,14 @@ import argparse
 import json
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from specla.engine.params import SamplingParams
 from specla.flags import add_model, add_speculation
+
+KERNEL_GROUPS = ("verify", "separate", "replay", "decode", "fla", "snapshots", "conv", "schedule", "commit")
 
 
 def add_bench(commands: Any) -> None:
@@ -49,34 +52,127 @@ def add_bench(commands: Any) -> None:
     p.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
     p.add_argument("--output", metavar="FILE", help="write the JSON document there too")
     p.set_defaults(run=run_generate)
+    _add_kernel(kinds)
+
+
+def _add_kernel(kinds: Any) -> None:
+    p = kinds.add_parser(
+        "kernel",
+        help="one layer's kernels on draft trees, on a GPU",
+        description="Check the kernels of one layer on drawn draft trees and time them in CUDA graphs, beside plain "
+        "decoding, replay, snapshots and flash-linear-attention, if it is installed. The last line of output is one "
+        "JSON document. Exit status 1: results are wrong, and nothing is timed. Needs a CUDA device and triton.",
+    )
+    p.add_argument(
+        "--heads", type=int, default=8, metavar="N", help="of queries and keys; default: %(default)s"
+    )
+    p.add_argument("--value-heads", type=int, metavar="N", help="a multiple of --heads; default: as many")
+    p.add_argument("--head-dim", type=int, default=256, metavar="N", help="default: %(default)s")
+    p.add_argument("--head-v-dim", type=int, metavar="N", help="of values; default: as --head-dim")
+    p.add_argument(
+        "--batch", type=int, nargs="+", default=[1, 8, 32, 128], metavar="B", help="default: 1 8 32 128"
+    )
+    p.add_argument(
+        "--trees",
+        nargs="+",
+        default=["chain:16", "2x12:16", "4x4:32"],
+        metavar="TREE",
+        help="chain:NODES or TOPKxDEPTH:NODES; default: chain:16 2x12:16 4x4:32",
+    )
+    p.add_argument(
+        "--pending", type=int, default=5, metavar="N", help="nodes to commit first; default: %(default)s"
+    )
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument(
+        "--repeats", type=int, default=20, metavar="N", help="replays of a graph; times are medians"
+    )
+    p.add_argument("--only", nargs="+", metavar="NAME", help=f"some of {', '.join(KERNEL_GROUPS)}")
+    p.add_argument("--json", metavar="FILE", help="write the JSON document there too")
+    p.add_argument("--plots", metavar="DIR", help="write pictures there")
+    p.add_argument(
+        "--tune", action="store_true", help="find the fastest launches instead, and write their table"
+    )
+    p.add_argument(
+        "--tune-output", metavar="FILE", help="the table's file; default: where it will be looked up"
+    )
+    p.set_defaults(run=run_kernel)
+
+
+def run_kernel(args: argparse.Namespace) -> int:
+    """Measure or tune, print the tables and the JSON document; 1 when results are wrong."""
+    if find_spec("triton") is None:
+        raise ValueError("bench kernel needs triton: pip install 'specla[gpu]'")
+    for name, least, most in (("heads", 1, 1024), ("value_heads", 1, 1024), ("head_dim", 1, 512),
+                              ("head_v_dim", 1, 512), ("pending", 1, 64), ("repeats", 10, 10**4)):  # fmt: skip
+        _check_range(args, name, least, most)
+    if not all(1 <= batch <= 4096 for batch in args.batch):
+        raise ValueError(f"--batch must be in 1..4096, got {' '.join(map(str, args.batch))}")
+    unknown = sorted(set(args.only or ()) - set(KERNEL_GROUPS))
+    if unknown:
+        raise ValueError(f"--only must name some of {', '.join(KERNEL_GROUPS)}, got {' '.join(unknown)}")
+    if args.tune and (args.only or args.plots):
+        raise ValueError("--tune measures configurations only: it goes with neither --only nor --plots")
+    if args.tune_output is not None and not args.tune:
+        raise ValueError("--tune-output needs --tune")
+    output = _output("--json", args.json)
+    table = _output("--tune-output", args.tune_output)
+
+    from specla.bench.kernel_checks import CheckError
+    from specla.bench.kernel_report import measure_all, print_tables, tune_all
+
+    try:
+        report = tune_all(args, sys.argv, table) if args.tune else measure_all(args, sys.argv)
+    except CheckError as error:
+        print(f"specla bench: error: {error}", file=sys.stderr)
+        return 1
+    _save(report, output)
+    print_tables(report)
+    print(json.dumps(report))
+    return 0
 
 
 def run_generate(args: argparse.Namespace) -> int:
     """Measure, print the tables and the JSON document; 1 when a speculative text differs from the plain one."""
     from specla.bench.generate import UnrepeatableError
     from specla.bench.report import measure_all, print_tables
-    from specla.models.loader import replace_file
 
     for name, least, most in (("limit", 1, 10**6), ("max_tokens", 2, 10**6), ("batch_size", 1, 4096),
                               ("repeat", 1, 10**4), ("rounds", 0, 10**6), ("threads", 1, 4096)):  # fmt: skip
-        value = getattr(args, name)
-        if value is not None and not least <= value <= most:
-            raise ValueError(f"--{name.replace('_', '-')} must be in {least}..{most}, got {value}")
-    output = None if args.output is None else Path(args.output)
-    if output is not None and ((output.exists() and not output.is_file()) or not output.parent.is_dir()):
-        raise ValueError(f"--output must be a regular file in a directory that exists, got {args.output}")
+        _check_range(args, name, least, most)
+    output = _output("--output", args.output)
     try:
         report = measure_all(args, sys.argv)
     except UnrepeatableError as error:
         print(f"specla bench: error: {error}", file=sys.stderr)
         return 1
-    if output is not None:
-        text = json.dumps(report, indent=1) + "\n"
-        replace_file(
-            output.resolve(), partial(Path.write_text, data=text)
-        )  # of a link, the file that it names
+    _save(report, output)
     print_tables(report)
     for line in report["errors"]:
         print(f"specla bench: error: {line}", file=sys.stderr)
     print(json.dumps(report))
     return 1 if report["errors"] else 0
+
+
+def _check_range(args: argparse.Namespace, name: str, least: int, most: int) -> None:
+    value = getattr(args, name)
+    if value is not None and not least <= value <= most:
+        raise ValueError(f"--{name.replace('_', '-')} must be in {least}..{most}, got {value}")
+
+
+def _output(flag: str, name: str | None) -> Path | None:
+    """The file that a flag names."""
+    path = None if name is None else Path(name)
+    if path is not None and ((path.exists() and not path.is_file()) or not path.parent.is_dir()):
+        raise ValueError(f"{flag} must be a regular file in a directory that exists, got {name}")
+    return path
+
+
+def _save(report: dict[str, Any], output: Path | None) -> None:
+    """The JSON document in a file, if one was named."""
+    from specla.models.loader import replace_file
+
+    if output is not None:
+        text = json.dumps(report, indent=1) + "\n"
+        replace_file(
+            output.resolve(), partial(Path.write_text, data=text)
+        )  # of a link, the file that it names
