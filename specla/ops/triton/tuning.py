@@ -72,15 +72,16 @@ def choose(
 def default_config(mode: str, *, batch: int, nodes: int, value_heads: int, dim_k: int, dim_v: int) -> Config:
     """The rule for what no table holds.
 
-    Few heads in all rows (under 64) get tiles of 16 rows, many get tiles of 64, and hybrid's two workers tiles of 32; a
-    tile has at most as many rows as the state, and no thread holds more than 128 of its values, but it has 16 rows at
-    least. auto is serial.
+    Few heads in all rows (under 64) get tiles of 16 rows, many get tiles of 64, and hybrid's two workers tiles of 32. A
+    tile has at most as many rows as the state, and no thread holds more than 128 of its values (64 in hybrid, which
+    keeps the committed state beside the current one), but it has 16 rows at least. auto is serial.
     """
     warps = 4
-    wanted = 64 if batch * value_heads >= MANY else 32 if mode == "hybrid" else 16
-    most = warps * 32 * VALUES_A_THREAD // _power_of_two(dim_k)
+    hybrid = mode == "hybrid"
+    wanted = 32 if hybrid else 64 if batch * value_heads >= MANY else 16
+    most = warps * 32 * VALUES_A_THREAD // (2 if hybrid else 1) // _power_of_two(dim_k)
     block_v = max(ROWS_A_WARP * warps, min(wanted, _power_of_two(dim_v), most))
-    return Config("serial" if mode == "auto" else mode, block_v, warps, workers=2 if mode == "hybrid" else 1)
+    return Config("serial" if mode == "auto" else mode, block_v, warps, workers=2 if hybrid else 1)
 
 
 def device_name(device: torch.device) -> str:
