@@ -22,6 +22,7 @@ from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target, resolve_dtype
 from specla.modes import AUTO, MODES
+from specla.ops.triton import use_kernels
 from specla.tokenizer import load_tokenizer
 
 DRAFTED, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -116,6 +117,8 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
     chosen = resolve_device(device)
     work = resolve_dtype(dtype, chosen)
     threads = torch.get_num_threads()
+    kernels = use_kernels(torch.empty(0, device=chosen))
+    auto = "serial, or hybrid where a table of the device says so" if kernels else AUTO
     facts: dict[str, str | int] = {
         "specla": __version__,
         "python": platform.python_version(),
@@ -126,8 +129,8 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
         if chosen.type == "cuda"
         else f"cpu, {threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}",
         "dtype": f"{_name(work)} weights, {_name(torch.promote_types(work, torch.float32))} state",
-        "kernels": "torch",
-        "verify": f"auto = {AUTO}; others: {', '.join(mode for mode in MODES[1:] if mode != AUTO)}",
+        "kernels": f"triton {version('triton')}, torch" if kernels else "torch",
+        "verify": f"auto = {auto}; others: {', '.join(mode for mode in MODES[1:] if mode != auto)}",
     }
     directory = BUNDLED_MODEL if model is None else Path(model)
     if model is None and not directory.is_dir():
@@ -220,7 +223,7 @@ def _report(llm: LLM, run: Timed) -> dict[str, Any]:
     return {
         "model": str(llm.model_path),
         "drafter": llm.drafter.name,
-        "verify": AUTO if llm.config.verify == "auto" else llm.config.verify,
+        "verify": AUTO if (llm.config.verify, llm.device.type) == ("auto", "cpu") else llm.config.verify,
         "device": str(llm.device),
         "dtype": _name(llm.dtype),
         "prompt": run.output.prompt,

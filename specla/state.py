@@ -79,7 +79,7 @@ class RecurrentState:
 
     def commit(self, rows: Rows, path: Tensor, count: Tensor) -> None:
         """Commit the first `count` nodes of `path` in every layer."""
-        slots = slot_indices(rows, path.device) if kernels.use_kernels(self.state) else None
+        slots = slot_indices(rows, path.device) if kernels.takes_heads(self.state) else None
         if slots is not None:
             launch_commit(self.state, self.factors, path, count, slots, by_slot=True)
         else:
@@ -175,6 +175,10 @@ class StatePool:
             spec: RecurrentState(spec, recurrent.count(spec), num_slots, max_nodes, dtype, self.device)
             for spec in dict.fromkeys(recurrent)
         }
+        if max_nodes > kernels.MAX_NODES and any(kernels.takes_heads(g.state) for g in self.groups.values()):
+            raise ValueError(
+                f"on a GPU a draft tree has at most {kernels.MAX_NODES - 1} drafts, got {max_nodes - 1}"
+            )
         self.layers: list[RecurrentLayer | AttentionState] = []
         seen: Counter[RecurrentSpec] = Counter()
         for spec in specs:

@@ -13,7 +13,7 @@ from torch import Tensor
 from specla.drafters.grow import grow
 from specla.ops.factors import Factors, Pending, PendingConv
 from specla.ops.gate import Gate
-from specla.ops.triton.schedule import MAX_NODES
+from specla.ops.triton import MAX_NODES
 from specla.ops.triton.tuning import Config, choose
 from specla.tree import Tree
 

@@ -17,7 +17,7 @@ from specla.bench.kernel import MODES, Options, Timer, run_in_processes
 from specla.bench.kernel_checks import check_configs
 from specla.bench.kernel_inputs import Layer, Shape, Work, make_work
 from specla.models.loader import replace_file
-from specla.ops.triton.tuning import EXACT, VALUES_A_THREAD, Config, forget, read_table
+from specla.ops.triton.tuning import EXACT, Config, forget, most_rows, read_table
 
 ONE = Shape("one node", 1, 0, 1)  # plain decoding
 SWEPT = (  # rows of the state fill a device, or spare it the work that every program does again
@@ -40,12 +40,11 @@ SWEPT = (  # rows of the state fill a device, or spare it the work that every pr
 def candidates(layer: Layer, nodes: int) -> list[Config]:
     """The configurations to try for trees of so many nodes."""
     most = max(16, triton.next_power_of_2(layer.dim_v))
-    dim_k = triton.next_power_of_2(layer.dim_k)
     return [
         config
         for config in SWEPT
         if config.block_v <= most
-        and config.block_v * dim_k <= config.num_warps * 32 * VALUES_A_THREAD
+        and config.block_v <= max(16, most_rows(config.mode, config.num_warps, layer.dim_k))
         and config.workers <= max(1, (nodes - 1) // 2)
     ]
 

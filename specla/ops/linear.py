@@ -4,7 +4,7 @@ A BLAS picks its kernel by shape, and another kernel sums in another order. On t
 to a `Form` whose bits are those of a fixed reference, and more are cut into blocks. Which forms have these bits is
 found with probes that leave nothing of a product but the order of its sums, and which of them is the fastest by the
 clock: once for each shape, dtype and number of threads on the machine at hand. So the form of a product may differ
-from one run to the next, its bits may not.
+from one run to the next, its bits may not. On a GPU a kernel of our own multiplies.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specla.ops import triton as kernels
+
 BLOCK = 32
 SIZES = (1, 2, 4, 8, 12, 16, 24, BLOCK)
 ALIGNMENT = 64  # bytes; a BLAS may sum in another order when a matrix starts elsewhere
 TIMED_ENTRIES, TIMED_SECONDS = 2 << 20, 0.1
 CACHES = 64 << 20  # bytes that do not fit any cache
 LARGE = 4 << 20  # entries of a weight from which one probe has to do
+PROMPT = 4096  # rows from which a GPU multiplies as is fastest: no round has so many
 
 
 class Form(NamedTuple):
@@ -41,8 +44,8 @@ def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     `weight` is `[out, in]`, and x is rounded to its dtype; the result has x's.
     """
-    if x.device.type != "cpu":
-        return torch.nn.functional.linear(x.to(weight.dtype), weight).to(x.dtype)
+    if x.device.type != "cpu" or kernels.use_kernels(weight):
+        return _on_device(x, weight)
     weight = weight.contiguous()
     plan = _plan_for(weight)
     flat = x.reshape(-1, x.shape[-1])
@@ -51,6 +54,21 @@ def row_invariant_linear(x: Tensor, weight: Tensor) -> Tensor:
     else:
         out = torch.cat([_multiply(block, weight, plan[block.shape[0]]) for block in flat.split(BLOCK)])
     return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _on_device(x: Tensor, weight: Tensor) -> Tensor:
+    rounded = x.to(weight.dtype)
+    if (
+        not kernels.use_kernels(weight)
+        or kernels.wants_gradient(x, weight)
+        or x.numel() > PROMPT * x.shape[-1]
+    ):
+        return torch.nn.functional.linear(rounded, weight).to(x.dtype)
+    from specla.ops.triton.linear import linear
+
+    with torch.cuda.device_of(weight):
+        out = linear(kernels.dense(rounded.reshape(-1, x.shape[-1])), kernels.dense(weight))
+    return out.view(*x.shape[:-1], weight.shape[0]).to(x.dtype)
 
 
 def measure(weight: Tensor) -> None:

@@ -39,9 +39,10 @@ def gated_delta_verify(
     For each node, `S = exp(g) S_parent`, `d = beta (v - S k)`, `S += d k^T`, `o = S q`. The tree itself is not
     committed: its factors are returned, and those of the accepted path belong into the next call's `pending`.
 
-    On a GPU, Triton kernels run, where it is installed and no gradient is asked for. They take q, k and v of one dtype
-    (fp32, bf16 or fp16), K and V up to 512, N up to 64, and one log-decay a head in mode "parallel". With an fp64
-    state, and on a CPU, plain torch runs.
+    On a GPU, Triton kernels run where it is installed and no gradient is asked for. They take q, k and v of one dtype
+    (fp32, bf16 or fp16), a tree on the same device, K and V up to 512, N up to 64, and one log-decay a head in mode
+    "parallel"; anything else raises. With an fp64 state, and on a CPU, plain torch runs. The checks read
+    `state_indices` and the pending path back to the host: `launch` does not.
 
     Args:
         q, k: `[B, N, H, K]`; v: `[B, N, HV, V]` with `HV` a multiple of `H` (grouped value heads).
@@ -52,8 +53,9 @@ def gated_delta_verify(
         state_indices: slot of each row `[B]`, -1 for a padding row; None means row b is slot b.
         pending: factors accepted earlier, committed into `state` in place first.
         scale: multiplies q, `K ** -0.5` by default.
-        mode: "serial" and "hybrid" are bit-identical to one-token decoding; "parallel" is not (a kernel's relative RMS
-            error is under 2e-3 for bf16 inputs, under 1e-5 for fp32); "auto" is exact too.
+        mode: "serial" and "hybrid" are bit-identical to one-token decoding. "parallel" is not: a kernel's outputs are
+            within 2e-3 (relative RMS) for bf16 and fp16, most of it the rounding of o, and 1e-5 for fp32; its commit of
+            `pending` is exact all the same. "auto" is one of the exact two.
         use_qk_l2norm_in_kernel: normalise q and k first (eps 1e-6).
         delta: False writes `d = beta v`, whatever the state holds (linear attention, Mamba-2, GLA).
         gate: g and beta are raw projections, and this makes of them, in the state's dtype, what they are above;
@@ -70,7 +72,10 @@ def gated_delta_verify(
     _check_rule(g, v, delta, gate)
     if pending is not None:
         _check_pending(pending, state, q.shape[0])
-    on_kernels = kernels.use_kernels(state) and not kernels.wants_gradient(state, q, k, v, g, beta)
+    held = () if pending is None else pending.factors
+    on_kernels = kernels.use_kernels(state) and not kernels.wants_gradient(
+        state, q, k, v, g, beta, *_parameters(gate), *held
+    )
     if on_kernels:
         check_launch(q, k, v, g, tree, mode)
     slots, rows = select_rows(state_indices, q.shape[0], state)
@@ -161,17 +166,20 @@ def verify(
         ValueError: on a GPU, for another tree, batch, dtype or mode than the kernels take. (Plain torch in their place
             would give other bits than the calls before.)
     """
-    if not takes(state, tree, q, k, v, g, beta):
+    if not takes(state, tree, q, k, v, g, beta, *_parameters(gate)):
         return _eager(q, k, v, g, beta, tree, state, scale, mode, normalise, delta, gate)
     check_launch(q, k, v, g, tree, mode)
     return launch(q, k, v, g, beta, tree, state.contiguous(), scale, mode, normalise, delta, gate)
 
 
+def _parameters(gate: Gate | None) -> tuple[Tensor | None, ...]:
+    return () if gate is None else gate[:2]
+
+
 def takes(state: Tensor, tree: Tree, *inputs: Tensor | None) -> bool:
     """Whether `verify` goes to the kernels: by the size of heads, and a tree that lies where the state does."""
     return (
-        kernels.use_kernels(state)
-        and max(state.shape[-2:]) <= kernels.MAX_DIM
+        kernels.takes_heads(state)
         and tree.device.type == state.device.type
         and not kernels.wants_gradient(state, *inputs)
     )
@@ -364,8 +372,6 @@ def _check(
 
 def check_launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, tree: Tree, mode: str) -> None:
     """Raise ValueError for what the kernels do not take."""
-    from specla.ops.triton.schedule import MAX_NODES
-
     require(
         q.dtype == k.dtype == v.dtype and q.dtype in kernels.DTYPES,
         "on a GPU q, k and v must be of one dtype, float32, bfloat16 or float16 (or the state float64), "
@@ -375,8 +381,8 @@ def check_launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, tree: Tree, 
         tree.parent.device == q.device, f"the tree is on {tree.parent.device}, q on {q.device}: use Tree.to"
     )
     require(
-        tree.size <= MAX_NODES,
-        f"on a GPU a tree may have 1..{MAX_NODES} nodes, padding included, got {tree.size}",
+        tree.size <= kernels.MAX_NODES,
+        f"on a GPU a tree may have 1..{kernels.MAX_NODES} nodes, padding included, got {tree.size}",
     )
     require(
         mode != "parallel" or g is None or g.dim() == 3,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 MAX_DIM = 512  # of K and V
+MAX_NODES = 64  # of a tree: a lineage is one integer of 64 bits
 MAX_ROWS = 65535  # of a batch: what a launch takes along its second axis
 MAX_TAPS = 4  # of the short convolution, the newest input included
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs
@@ -20,6 +21,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs
 def use_kernels(state: Tensor) -> bool:
     """Whether kernels work on this state or convolution window: on a GPU, not in float64, with Triton installed."""
     return state.is_cuda and state.dtype != torch.float64 and _installed()
+
+
+def takes_heads(state: Tensor) -> bool:
+    """`use_kernels`, for states `[.., V, K]` whose K and V the kernels can hold."""
+    return use_kernels(state) and max(state.shape[-2:]) <= MAX_DIM
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:

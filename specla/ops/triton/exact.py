@@ -15,10 +15,11 @@ from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
 from specla.ops.triton.prepare import (
     BETA,
     DECAY_FACTOR,
+    FIELDS,
     OVERLAP,
     contract,
-    overlap_nodes,
     prepare_nodes,
+    touch_prepared,
 )
 from specla.ops.triton.schedule import READ as _READ, RESET as _RESET, STORE as _STORE, UPDATE as _UPDATE
 
@@ -43,6 +44,7 @@ def exact_kernel(
     HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_PENDING: tl.constexpr,
     BY_SLOT: tl.constexpr, PREPARED: tl.constexpr, TOUCH: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tiles of V x value heads, rows, workers)."""
     NV: tl.constexpr = tl.cdiv(V, BV)
     i_v, i_hv = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_b, i_w = tl.program_id(1).to(tl.int64), tl.program_id(2)
@@ -73,16 +75,14 @@ def exact_kernel(
             return
 
     o_c, o_i = tl.arange(0, KC)[None, :, None], tl.max_contiguous(tl.arange(0, KI), 4)[None, None, :]
-    o_k = tl.broadcast_to(
-        o_c * KI + o_i, [BV, KC, KI]
-    )  # along V too: a key's tile is laid out like the state's
+    o_k = tl.broadcast_to(o_c * KI + o_i, [BV, KC, KI])
     # masks that are always true are constants: loads need no predicates then
     m_k = o_k < K if K < KC * KI else tl.full([BV, KC, KI], True, tl.int1)
     o_n = tl.arange(0, NP)[None, :]
 
     v += i_b * s_vb + i_hv * s_vh
     query += (i_b * size * H + i_h) * K
-    scalars += (i_b * HV + i_hv) * size * 8
+    scalars += (i_b * HV + i_hv) * size * FIELDS
     factor_k += row * s_fkr + i_h * K
     factor_d += row * s_fdr + i_hv * V
     factor_g += row * s_fgr + i_hv * (K if DECAY == 2 else 1)
@@ -105,7 +105,7 @@ def exact_kernel(
     for i_n in range(0, size if row >= 0 else 0, BN):
         r_n = i_n + tl.arange(0, BN)
         if PREPARED:
-            overlap_nodes(query, factor_k, scalars, r_n, nodes, H * K, s_fkm, K, KC, KI, BN)
+            touch_prepared(query, factor_k, scalars, r_n, nodes, H * K, s_fkm, K, KC, KI, BN)
         else:  # all programs of a head write the same
             prepare_nodes(
                 q + i_b * s_qb + i_h * s_qh, k + i_b * s_kb + i_h * s_kh, g + i_b * s_gb + i_hv * s_gh,
@@ -136,7 +136,7 @@ def exact_kernel(
     stored = (o_n >= tl.where(i_w == 0, nodes, size)).to(tl.int32)  # padding reads as zero
     S = S0
     n_step = first_step
-    p_n = scalars + (n_step & 255) * 8
+    p_n = scalars + (n_step & 255) * FIELDS
     n_overlap, n_beta, n_decay = tl.load(p_n + OVERLAP), tl.load(p_n + BETA), tl.load(p_n + DECAY_FACTOR)
     for t in range(total):
         step, n_step = n_step, tl.load(steps + t + 1, t + 1 < total, other=0)
@@ -144,18 +144,15 @@ def exact_kernel(
         b_k = tl.load(factor_k + node * s_fkm + o_k, m_k, other=0.0)
         b_q = tl.load(query + node * H * K + o_k, m_k, other=0.0)
         b_v = tl.load(v + node * s_vn + o_v, m_v, other=0.0).to(tl.float32)
-        overlap, b_beta, decay = (
-            n_overlap,
-            n_beta,
-            n_decay,
-        )  # asked for a step ahead: a wait for them stops all else
-        p_n = scalars + (n_step & 255) * 8
+        overlap, b_beta, decay = n_overlap, n_beta, n_decay
+        # asked for a step ahead: a wait for them would hold back all else
+        p_n = scalars + (n_step & 255) * FIELDS
         n_overlap, n_beta, n_decay = tl.load(p_n + OVERLAP), tl.load(p_n + BETA), tl.load(p_n + DECAY_FACTOR)
         if DECAY == 2:
             decay = tl.exp(tl.load(factor_g + node * s_fgm + o_k, m_k, other=0.0))
 
         if flags & RESET:
-            tl.debug_barrier()  # a branch: selecting every element would cost all other steps
+            tl.debug_barrier()  # keeps this a branch: selecting every element would cost all other steps
             S = S0 if WORKERS > 1 else tl.load(p_s, m_s, other=0.0)
         b_d = tl.zeros([BV], tl.float32)
         if flags & READ:
@@ -185,7 +182,8 @@ def exact_kernel(
         tl.store(factor_d + o_n * s_fdm + o_v[:, None], deltas, m_o)
 
     if HAS_PENDING and WORKERS > 1:
-        # the slot is written in place after all workers have read it; the last, scheduled after them, waits
+        # The slot is written in place after all workers have read it. The last one waits for the others: programs start
+        # in the order of their ids, workers being the slowest axis, so all it waits for have started.
         if (ahead > 0) & (i_w == WORKERS - 1):
             while tl.atomic_add(p_arrived, 0) < WORKERS - 1:
                 pass

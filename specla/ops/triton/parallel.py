@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
-from specla.ops.triton.prepare import BETA, KEY_SCALE, LOG_DECAY, QUERY_SCALE, prepare_nodes
+from specla.ops.triton.prepare import BETA, FIELDS, KEY_SCALE, LOG_DECAY, QUERY_SCALE, prepare_nodes
 
 
 @triton.jit
@@ -40,6 +40,7 @@ def parallel_kernel(
     BY_SLOT: tl.constexpr, PREPARED: tl.constexpr, TOUCH: tl.constexpr,
     HALVES: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tiles of V x value heads, rows)."""
     i_v, i_hv = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     i_b = tl.program_id(1).to(tl.int64)
     i_h = i_hv // (HV // H)
@@ -63,7 +64,7 @@ def parallel_kernel(
     v += i_b * s_vb + i_hv * s_vh
     state += (tl.maximum(slot, 0) * HV + i_hv) * V * K
     factor_g += row * s_fgr + i_hv
-    scalars += (i_b * HV + i_hv) * size * 8
+    scalars += (i_b * HV + i_hv) * size * FIELDS
     mixes += (i_b * HV + i_hv) * NP * NP
     o_n, o_v = tl.arange(0, NP), i_v * BV + tl.arange(0, BV)
     m_n, m_v = o_n < nodes, o_v < V if V % BV else tl.full([BV], True, tl.int1)
@@ -138,7 +139,7 @@ def parallel_kernel(
         o_k += BK
         p_s += BK
 
-    p_n = scalars + o_n * 8
+    p_n = scalars + o_n * FIELDS
     k_scale = tl.load(p_n + KEY_SCALE, m_n, other=0.0)
     q_scale = tl.load(p_n + QUERY_SCALE, m_n, other=0.0)
     b_beta = tl.load(p_n + BETA, m_n, other=0.0)
@@ -165,7 +166,7 @@ def parallel_kernel(
             for _ in range(depth):
                 D = right - tl.dot(D, t_A, input_precision="tf32x3")
         else:  # a step gets one more node right: what lies above it comes before it
-            # every program of a head writes the same
+            # through memory, since no row of a tile in registers can be picked by n; all of a head write the same
             tl.store(mixes + o_n[:, None] * NP + o_n[None, :], A)
             tl.debug_barrier()
             n_mix = tl.load(mixes + NP + o_n)

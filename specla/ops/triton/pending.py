@@ -24,7 +24,7 @@ def touch_nodes(count, path, k, d, s_kn, s_dn, o_v, K: tl.constexpr, KP: tl.cons
 
 @triton.jit
 def keep_touched(count, b_k, b_d, nowhere, KP: tl.constexpr, BV: tl.constexpr):
-    """A store of nothing (a count is not negative), which only the program knows."""
+    """Stores nothing, since a count is never negative. The compiler cannot know that, so the loads stay."""
     o_t = tl.arange(0, TOUCHED)[:, None]
     o_k, o_v = o_t + tl.arange(0, KP)[None, :], o_t + tl.arange(0, BV)[None, :]
     tl.store(nowhere + o_k, b_k, o_k < -count)

@@ -8,8 +8,9 @@ import triton
 import triton.language as tl
 
 L2_EPS = tl.constexpr(1e-6)
-# what `scalars` [B, HV, N, 8] holds of a node
+# what `scalars` [B, HV, N, FIELDS] holds of a node; a power of two, so that a node does not cross a sector
 KEY_SCALE, QUERY_SCALE, OVERLAP, BETA, LOG_DECAY, DECAY_FACTOR = (tl.constexpr(i) for i in range(6))
+FIELDS = tl.constexpr(8)
 
 
 @triton.jit
@@ -20,7 +21,7 @@ def contract(S, x):
 
 @triton.jit
 def log_decay(g, A_log, bias, GATE: tl.constexpr):
-    """g, or of a raw projection `-exp(A_log) softplus(g + bias)`."""
+    """g, or of a raw projection `-exp(A_log) softplus(g + bias)` (the language has no log1p)."""
     if GATE:
         x = g + bias
         g = -tl.exp(A_log) * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
@@ -72,7 +73,7 @@ def prepare_nodes(
         tl.store(factor_k + r_n * s_fkm + o_k, tl.where(r_real, b_k, 0.0), m_k)
     if KEEP_QUERY:
         tl.store(query + r_n * s_query + o_k, b_q, r_real & (o_k < K))
-    p_n = scalars + o_n * 8
+    p_n = scalars + o_n * FIELDS
     tl.store(p_n + KEY_SCALE, k_scale, real)
     tl.store(p_n + QUERY_SCALE, q_scale, real)
     tl.store(p_n + OVERLAP, contract(b_k, b_q), real)
@@ -82,17 +83,20 @@ def prepare_nodes(
 
 
 @triton.jit
-def overlap_nodes(
+def touch_prepared(
     q, k, scalars, o_n, nodes, s_qn, s_kn, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr, BN: tl.constexpr
 ):  # fmt: skip
-    """(k . q) of nodes that are prepared; their keys and queries are in the nearest cache afterwards."""
+    """Reads prepared keys and queries once, so that the steps find them in the nearest cache.
+
+    What becomes of them, (k . q), keeps the compiler from dropping the loads; `prepare_kernel` leaves it to this.
+    """
     o_c, o_i = tl.arange(0, KC)[None, :, None], tl.max_contiguous(tl.arange(0, KI), 4)[None, None, :]
     o_k = tl.broadcast_to(o_c * KI + o_i, [BN, KC, KI])
     r_n = o_n[:, None, None]
     m_k = (r_n < nodes) & (o_k < K)
     b_k = tl.load(k + r_n * s_kn + o_k, m_k, other=0.0)
     b_q = tl.load(q + r_n * s_qn + o_k, m_k, other=0.0)
-    tl.store(scalars + o_n * 8 + OVERLAP, contract(b_k, b_q), o_n < nodes)
+    tl.store(scalars + o_n * FIELDS + OVERLAP, contract(b_k, b_q), o_n < nodes)
 
 
 @triton.jit
@@ -103,6 +107,7 @@ def prepare_kernel(
     DECAY: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_SLOTS: tl.constexpr, BY_SLOT: tl.constexpr, KEEP_QUERY: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (blocks of nodes, value heads, rows)."""
     i_n, i_hv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_h = i_hv // (HV // H)
     slot = i_b
@@ -116,7 +121,7 @@ def prepare_kernel(
         prepare_nodes(
             q + i_b * s_qb + i_h * s_qh, k + i_b * s_kb + i_h * s_kh, g + i_b * s_gb + i_hv * s_gh,
             beta + i_b * s_bb + i_hv, A_log + i_hv, dt_bias + i_hv * (K if DECAY == 2 else 1),
-            scalars + (i_b * HV + i_hv) * size * 8, factor_k + row * s_fkr + i_h * K,
+            scalars + (i_b * HV + i_hv) * size * FIELDS, factor_k + row * s_fkr + i_h * K,
             factor_g + row * s_fgr + i_hv * (K if DECAY == 2 else 1), query + (i_b * size * H + i_h) * K,
             i_n * BN + tl.arange(0, BN), nodes, size, scale, beta_scale,
             s_qn, s_kn, s_gn, s_bn, s_fkm, s_fgm, H * K, True, K, KC, KI, BN, DECAY, GATE, NORM, HAS_BETA, HAS_BIAS,

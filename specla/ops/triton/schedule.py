@@ -25,10 +25,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.ops.checks import require
+from specla.ops.triton import MAX_NODES
 from specla.tree import Tree
 
 RESET, READ, UPDATE, STORE = 1, 2, 4, 8
-MAX_NODES = 64  # a lineage is one integer of 64 bits
 
 
 class Schedule(NamedTuple):

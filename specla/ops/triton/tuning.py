@@ -44,12 +44,13 @@ def choose(
     nearest in ratio, and of these the one whose number of nodes is. Tables are searched in this order:
 
     1. the file that SPECLA_KERNEL_TABLE names, or else the user's own (`user_table`);
-    2. the one shipped for the device.
+    2. the one shipped for the device, if there is one.
 
     Without an entry, `default_config` decides. All of it is looked up once and remembered for the process.
 
     Args:
-        mode: "serial", "hybrid", "parallel", or "auto": the faster of the two exact modes.
+        mode: "serial", "hybrid", "parallel", or "auto": the faster of the exact two where both were measured, else
+            serial.
 
     Raises:
         ValueError: for another mode, or a malformed table, whose file it names.
@@ -62,14 +63,12 @@ def choose(
             config = near[near["auto"] if mode == "auto" else mode]
             break
     if config is None:
-        config = default_config(
-            mode, batch=batch, nodes=nodes, value_heads=value_heads, dim_k=dim_k, dim_v=dim_v
-        )
+        config = default_config(mode, batch=batch, value_heads=value_heads, dim_k=dim_k, dim_v=dim_v)
     # each chain but the first starts with a light node and its child, beside a heavy sibling with as many nodes
     return config._replace(workers=min(config.workers, max(1, (nodes - 1) // 2)))
 
 
-def default_config(mode: str, *, batch: int, nodes: int, value_heads: int, dim_k: int, dim_v: int) -> Config:
+def default_config(mode: str, *, batch: int, value_heads: int, dim_k: int, dim_v: int) -> Config:
     """The rule for what no table holds.
 
     Few heads in all rows (under 64) get tiles of 16 rows, many get tiles of 64, and hybrid's two workers tiles of 32. A
@@ -77,11 +76,15 @@ def default_config(mode: str, *, batch: int, nodes: int, value_heads: int, dim_k
     keeps the committed state beside the current one), but it has 16 rows at least. auto is serial.
     """
     warps = 4
-    hybrid = mode == "hybrid"
-    wanted = 32 if hybrid else 64 if batch * value_heads >= MANY else 16
-    most = warps * 32 * VALUES_A_THREAD // (2 if hybrid else 1) // _power_of_two(dim_k)
-    block_v = max(ROWS_A_WARP * warps, min(wanted, _power_of_two(dim_v), most))
-    return Config("serial" if mode == "auto" else mode, block_v, warps, workers=2 if hybrid else 1)
+    wanted = 32 if mode == "hybrid" else 64 if batch * value_heads >= MANY else 16
+    block_v = max(ROWS_A_WARP * warps, min(wanted, _power_of_two(dim_v), most_rows(mode, warps, dim_k)))
+    return Config("serial" if mode == "auto" else mode, block_v, warps, workers=2 if mode == "hybrid" else 1)
+
+
+def most_rows(mode: str, num_warps: int, dim_k: int) -> int:
+    """Rows of the state that the threads of a program can hold."""
+    values = VALUES_A_THREAD // 2 if mode == "hybrid" else VALUES_A_THREAD
+    return num_warps * 32 * values // _power_of_two(dim_k)
 
 
 def device_name(device: torch.device) -> str:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from specla.ops.factors import Factors, Pending
 from specla.ops.gate import Gate
+from specla.ops.triton.counters import counters
 from specla.ops.triton.exact import exact_kernel
 from specla.ops.triton.parallel import parallel_kernel
-from specla.ops.triton.prepare import prepare_kernel
+from specla.ops.triton.prepare import FIELDS, prepare_kernel
 from specla.ops.triton.schedule import schedule_of
 from specla.ops.triton.tuning import Config
 from specla.tree import Tree
@@ -59,7 +60,7 @@ def verify(
             new(batch, size, value_heads, *channels),
         )
     o = torch.empty(batch, size, value_heads, dim_v, dtype=v.dtype, device=v.device)
-    query, scalars = new(batch, size, heads, dim_k), new(batch, value_heads, size, 8)
+    query, scalars = new(batch, size, heads, dim_k), new(batch, value_heads, size, FIELDS.value)
 
     KI = min(CHUNK, triton.next_power_of_2(dim_k))
     sizes = {
@@ -95,6 +96,7 @@ def verify(
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *s_gates,
         *(stride for x in held for stride in x.stride()[:2]), path.stride(0), *s_factors, size,
     ]  # fmt: skip
+    # touched keys and values occupy registers until the state is there: not where these are scarce
     how = {
         "V": dim_v, "BV": config.block_v, "DELTA": delta, "HAS_PENDING": pending is not None,
         "PREPARED": config.prepared, "TOUCH": config.registers is None,
@@ -106,27 +108,17 @@ def verify(
             q, k, v, g, beta, A_log, dt_bias, o, state, slots, tree.num_nodes, schedule.lineage,
             *held, path, count, *factors, scalars, new(batch, value_heads, nodes, nodes), scale, beta_scale, *strides,
             BK=min(config.block_k, max(16, triton.next_power_of_2(dim_k))), BN=16, NP=nodes,
+            # the interpreter multiplies bf16 as integers
             HALVES=q.dtype == k.dtype == torch.bfloat16 and not triton.knobs.runtime.interpret,
             **sizes, **rule, **how,
         )  # fmt: skip
     else:
+        arrived = counters(blocks * batch, q.device) if config.workers > 1 else unread
         exact_kernel[(blocks, batch, config.workers)](
             q, k, v, g, beta, A_log, dt_bias, o, state, slots, tree.num_nodes, schedule.steps, schedule.count,
-            *held, path, count, *factors, query, scalars, _arrivals(blocks * batch, q.device), scale, beta_scale,
+            *held, path, count, *factors, query, scalars, arrived, scale, beta_scale,
             *strides, schedule.steps.shape[2],
             BN=32 if size > 16 and config.block_v == 16 else 16, NP=triton.next_power_of_2(size),
             WORKERS=config.workers, **sizes, **rule, **how,
         )  # fmt: skip
     return o, factors
-
-
-def _arrivals(programs: int, device: torch.device) -> Tensor:
-    """Counters of hybrid's workers, all zero between launches; a set for each stream, on which launches take turns."""
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    made = _made.get((device, stream))
-    if made is None or made.numel() < programs:
-        _made[device, stream] = made = torch.zeros(programs, dtype=torch.int32, device=device)
-    return made
-
-
-_made: dict[tuple[torch.device, int], Tensor] = {}

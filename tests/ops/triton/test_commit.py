@@ -13,7 +13,7 @@ from specla.ops.factors import Factors
 from specla.ops.naive import naive_gated_delta_commit
 from specla.ops.triton.commit import commit
 from tests.ops.strategies import accepted, close, make_inputs, parents, poison, same_bits, slot_maps
-from tests.ops.triton import DEVICE
+from tests.ops.triton import DEVICE, full_size
 
 
 @st.composite
@@ -137,8 +137,7 @@ def test_a_padding_row_writes_nothing_before_the_first_slot() -> None:
         assert same_bits(pool[:2], before[:2]) and not same_bits(pool[2], before[2])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="full size")
+@full_size
 @pytest.mark.parametrize("decay", ["mild", "channel-mild"])
 @pytest.mark.parametrize("value_dim", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("key_dim", [64, 96, 128, 256, 512])

@@ -14,7 +14,7 @@ from specla.ops.triton.conv import conv_commit, tree_conv
 from specla.tree import Tree
 from tests.ops.strategies import accepted, close, parents, path_to, poison, random_parent, same_bits
 from tests.ops.test_conv import convs
-from tests.ops.triton import DEVICE
+from tests.ops.triton import DEVICE, full_size
 
 widths = pytest.mark.parametrize("width", [1, 2, 3, 4])
 
@@ -203,8 +203,7 @@ def test_views_have_the_bits_of_contiguous_tensors() -> None:
     assert same_bits(y, y_plain) and same_bits(state, state_plain)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="full size")
+@full_size
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("channels", [1536, 6144, 10000])

@@ -16,7 +16,7 @@ from specla.ops.factors import Factors
 from specla.ops.naive import naive_gated_delta_verify
 from specla.ops.triton.tuning import Config, default_config
 from tests.ops.strategies import Case, random_parent
-from tests.ops.triton import DEVICE
+from tests.ops.triton import full_size
 from tests.ops.triton.test_verify import (
     MODES,
     assert_near,
@@ -30,7 +30,6 @@ from tests.ops.triton.test_verify import (
 
 DECAYS = {"none": "none", "scalar": "mild", "channel": "channel-mild"}
 GRID = [(decay, delta, mode) for decay in DECAYS for delta in (True, False) for mode in MODES]
-full_size = pytest.mark.skipif(DEVICE.type == "cpu", reason="full size")
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["gate-inside", "plain"])
@@ -75,15 +74,8 @@ def at_full_size(dims: tuple[int, int], heads: tuple[int, int], batch: int, size
 
 def config_of(mode: str, case: Case) -> Config:
     """The one that is taken where nothing was measured."""
-    batch, nodes, value_heads, dim_v = case.v.shape
-    sizes = {
-        "batch": batch,
-        "nodes": nodes,
-        "value_heads": value_heads,
-        "dim_k": case.q.shape[3],
-        "dim_v": dim_v,
-    }
-    return default_config(mode, **sizes)
+    batch, _, value_heads, dim_v = case.v.shape
+    return default_config(mode, batch=batch, value_heads=value_heads, dim_k=case.q.shape[3], dim_v=dim_v)
 
 
 def assert_right_at_full_size(case: Case, modes: tuple[str, ...], *, another: bool = False) -> None:
@@ -96,7 +88,7 @@ def assert_right_at_full_size(case: Case, modes: tuple[str, ...], *, another: bo
     for config in configs:
         got = run(case, config)
         assert rms(got[0], o) < 2e-3, config  # o is rounded to bfloat16, which alone is 1.2e-3
-        assert rms(got[1].d, factors.d) < (2e-3 if config.mode == "parallel" else 1e-5), config
+        assert rms(got[1].d, factors.d) < (1e-4 if config.mode == "parallel" else 1e-5), config
         assert rms(got[1].k, factors.k) < 1e-5 and rms(got[2], state) < 1e-5, config
         assert not got[0][~case.real].any()
         if config.mode != "parallel":
@@ -104,7 +96,6 @@ def assert_right_at_full_size(case: Case, modes: tuple[str, ...], *, another: bo
             assert_same_bits(got, first)
 
 
-@pytest.mark.gpu
 @full_size
 @pytest.mark.parametrize(
     ("dims", "heads", "batch", "size"),
@@ -125,7 +116,6 @@ def test_full_sizes(dims: tuple[int, int], heads: tuple[int, int], batch: int, s
     assert_right_at_full_size(at_full_size(dims, heads, batch, size), modes, another=another)
 
 
-@pytest.mark.gpu
 @full_size
 @pytest.mark.parametrize(
     ("decay", "delta", "modes"),

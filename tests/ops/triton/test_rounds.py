@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -12,7 +11,7 @@ from specla.ops.triton.tuning import Config
 from specla.ops.triton.verify import verify
 from specla.tree import Tree
 from tests.ops.strategies import make_inputs, path_to, random_parent, same_bits, tree_of
-from tests.ops.triton import DEVICE
+from tests.ops.triton import DEVICE, full_size
 from tests.ops.triton.test_verify import EXACT_CONFIGS, SERIAL
 
 
@@ -119,8 +118,7 @@ def test_rounds_of_random_trees_have_the_bits_of_plain_decoding() -> None:
     assert_rounds_are_plain_decoding(15, 2, (1, 1), (8, 8), (1, 4, 8), list(EXACT_CONFIGS[::3]), SERIAL)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(DEVICE.type == "cpu", reason="full size")
+@full_size
 def test_a_thousand_rounds_of_random_trees_have_the_bits_of_plain_decoding() -> None:
     configs = [Config("hybrid", 16, 4, workers=4), Config("serial", 32, 4, prepared=True)]
     assert_rounds_are_plain_decoding(1000, 4, (2, 4), (128, 128), (1, 16), configs, SERIAL)

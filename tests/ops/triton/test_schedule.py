@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from specla.ops.triton import schedule
-from specla.ops.triton.schedule import MAX_NODES, READ, RESET, STORE, UPDATE, Schedule, build, envelope
+from specla.ops.triton import MAX_NODES, schedule
+from specla.ops.triton.schedule import READ, RESET, STORE, UPDATE, Schedule, build, envelope
 from specla.tree import Tree
 from tests.ops.strategies import SHAPES, path_to, random_parent, tree_of
 from tests.ops.triton import DEVICE

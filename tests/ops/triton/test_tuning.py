@@ -47,13 +47,16 @@ def asked(mode: str = "serial", **changes: Any) -> Config:
 
 @given(
     st.sampled_from(("auto", "serial", "hybrid", "parallel")),
-    st.integers(1, 512), st.integers(1, 64), st.integers(1, 64), st.sampled_from(DIMS), st.sampled_from(DIMS),
+    st.integers(1, 512), st.integers(1, 64), st.sampled_from(DIMS), st.sampled_from(DIMS),
 )  # fmt: skip
-def test_the_default_rule_fits_every_shape(mode: str, batch: int, nodes: int, heads: int, k: int, v: int):
-    config = default_config(mode, batch=batch, nodes=nodes, value_heads=heads, dim_k=k, dim_v=v)
+def test_the_default_rule_fits_every_shape(mode: str, batch: int, heads: int, k: int, v: int):
+    config = default_config(mode, batch=batch, value_heads=heads, dim_k=k, dim_v=v)
     assert config.mode == mode if mode != "auto" else config.mode in ("serial", "hybrid")
     assert config.block_v % (4 * config.num_warps) == 0 and config.block_v & (config.block_v - 1) == 0
-    assert config.block_v * k <= config.num_warps * 32 * 128 and config.block_v <= max(16, 2 * v - 1)
+    most = 64 if mode == "hybrid" else 128
+    assert config.block_v * k <= max(16 * k, config.num_warps * 32 * most) and config.block_v <= max(
+        16, 2 * v - 1
+    )
     assert config.workers == 1 or config.mode == "hybrid"
 
 
@@ -146,11 +149,6 @@ def test_a_table_of_another_device_is_refused():
     write(user_table("cpu"), entry(), device="NVIDIA H200")
     with pytest.raises(ValueError, match="was measured on NVIDIA_H200, not on cpu"):
         asked()
-
-
-def test_shipped_tables_are_well_formed_and_named_after_their_device(monkeypatch: pytest.MonkeyPatch):
-    for path in (Path(tuning.__file__).parent / "tables").glob("*.json"):
-        assert read_table(path)["device"].replace(" ", "_") == path.stem
 
 
 def test_a_mode_that_does_not_exist_is_refused():
