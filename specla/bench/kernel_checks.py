@@ -79,8 +79,9 @@ def check_configs(work: Work, configs: Collection[Config]) -> Verified:
         CheckError: when they have not.
     """
     r, first = work.rounds[0], work.config("serial")
+    law = Law(work)
     exact = verified(work, r, first)
-    _against_the_law(work, "serial", exact)
+    law.check("serial", exact)
     for config in configs:
         o, factors, state = verified(work, r, config)
         if config.mode == "parallel":
@@ -88,7 +89,7 @@ def check_configs(work: Work, configs: Collection[Config]) -> Verified:
             for name, x, y in zip(Factors._fields, factors, exact[1], strict=True):
                 _near(f"{config}: factors {name}", x, y, BOUNDS["parallel"])
             _near(f"{config}: states", state, exact[2], BOUNDS["state"])
-            _against_the_law(work, "parallel", (o, factors, state))
+            law.check("parallel", (o, factors, state))
         else:
             for name, x, y in zip(("o", *Factors._fields), (o, *factors), (exact[0], *exact[1]), strict=True):
                 _same(f"{config}: {name}", x, y)
@@ -96,33 +97,40 @@ def check_configs(work: Work, configs: Collection[Config]) -> Verified:
     return exact
 
 
-def _against_the_law(work: Work, mode: str, got: Verified) -> None:
-    """The first and the last row against the naive replay in float64."""
-    r = work.rounds[0]
-    rows = torch.tensor(sorted({0, len(r.slots) - 1}))
-    slots = r.slots.cpu().long()[rows]
+class Law:
+    """The naive replay in float64 of the first and the last row of a work's first round."""
 
-    def of_rows(x: Tensor) -> Tensor:
-        return x[rows.to(x.device)].cpu().double()
+    def __init__(self, work: Work):
+        r = work.rounds[0]
+        self.rows = torch.tensor(sorted({0, len(r.slots) - 1}))
+        self.slots = r.slots.cpu().long()[self.rows]
+        gate = work.gate._replace(
+            **{name: getattr(work.gate, name).cpu().double() for name in ("A_log", "dt_bias")}
+        )
+        pending = Pending(
+            Factors(*map(self._of_slots, r.pending.factors)), *(x.cpu()[self.rows] for x in r.pending[1:])
+        )
+        q, k, v, a, b = map(self._of_rows, (r.q, r.k, r.v, r.a, r.b))
+        state = self._of_slots(r.state)
+        o, factors = naive_gated_delta_verify(
+            q, k, v, a, b, Tree([r.parents[row] for row in self.rows.tolist()]),
+            state=state, pending=pending, scale=work.scale, use_qk_l2norm_in_kernel=True, gate=gate,
+        )  # fmt: skip
+        self.o, self.factors, self.state = o, factors, state
 
-    def of_slots(x: Tensor) -> Tensor:
-        return x[slots.to(x.device)].cpu().double()
+    def check(self, mode: str, got: Verified) -> None:
+        """Raise CheckError where results are further from it than the mode may be."""
+        bound = BOUNDS["exact" if mode == "serial" else mode]
+        _near(f"{mode}: outputs against the law", self._of_rows(got[0]), self.o, BFLOAT16)
+        for name, x, y in zip(Factors._fields, got[1], self.factors, strict=True):
+            _near(f"{mode}: factors {name} against the law", self._of_rows(x), y, bound)
+        _near(f"{mode}: states against the law", self._of_slots(got[2]), self.state, BOUNDS["state"])
 
-    gate = work.gate._replace(
-        **{name: getattr(work.gate, name).cpu().double() for name in ("A_log", "dt_bias")}
-    )
-    state = of_slots(r.state)
-    pending = Pending(Factors(*map(of_slots, r.pending.factors)), *(x.cpu()[rows] for x in r.pending[1:]))
-    q, k, v, a, b = map(of_rows, (r.q, r.k, r.v, r.a, r.b))
-    o, factors = naive_gated_delta_verify(
-        q, k, v, a, b, Tree([r.parents[row] for row in rows.tolist()]),
-        state=state, pending=pending, scale=work.scale, use_qk_l2norm_in_kernel=True, gate=gate,
-    )  # fmt: skip
-    bound = BOUNDS["exact" if mode == "serial" else mode]
-    _near(f"{mode}: outputs against the law", of_rows(got[0]), o, BFLOAT16)
-    for name, x, y in zip(Factors._fields, got[1], factors, strict=True):
-        _near(f"{mode}: factors {name} against the law", of_rows(x), y, bound)
-    _near(f"{mode}: states against the law", of_slots(got[2]), state, BOUNDS["state"])
+    def _of_rows(self, x: Tensor) -> Tensor:
+        return x[self.rows.to(x.device)].cpu().double()
+
+    def _of_slots(self, x: Tensor) -> Tensor:
+        return x[self.slots.to(x.device)].cpu().double()
 
 
 def _after_path(r: Round, exact: Verified) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -91,6 +92,7 @@ def tune(options: Options, timer: Timer, device: torch.device, *, ahead: bool = 
                 for config in configs:
                     us[config] += timer(_calls(work, config), options.repeats) / len(shapes)
             entries.append(entry(layer, batch, nodes, us))
+            print(f"batch {batch}, {nodes} nodes: {entries[-1]['us']}", file=sys.stderr, flush=True)
     return entries
 
 
