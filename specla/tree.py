@@ -303,7 +303,7 @@ class Tree:
 
     def _padded(self, rows: list[list[int]], dtype: torch.dtype) -> Tensor:
         whole = [row + [-1] * (self.size - len(row)) for row in rows]
-        return torch.tensor(whole, dtype=dtype, device=self.device)
+        return torch.tensor(whole, dtype=dtype, device=self.device).reshape(self.batch, self.size)
 
     def __repr__(self) -> str:
         return f"Tree(batch={self.batch}, size={self.size}, num_nodes={self._count})"

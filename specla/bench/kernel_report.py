@@ -32,6 +32,7 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
     options = read_options(args)
     if args.plots is not None:
         check_matplotlib()
+        make_directory(args.plots)
     device = cuda_device()
     compile_ahead(options, device)
     report = measure_kernel(options, GraphTimer(device), device) | facts(device, argv)
@@ -56,12 +57,26 @@ def tune_all(args: argparse.Namespace, argv: Sequence[str], output: Path | None)
     return table
 
 
+def make_directory(name: str) -> None:
+    """Make the directory for pictures while nothing is lost by its being impossible.
+
+    Raises:
+        ValueError: when it cannot be made.
+    """
+    try:
+        Path(name).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--plots {name} cannot be made: {error.strerror}") from None
+
+
 def read_options(args: argparse.Namespace) -> Options:
     """What the flags ask for.
 
     Raises:
         ValueError: for heads or trees that cannot be.
     """
+    if not 0 <= args.seed < 1 << 63:
+        raise ValueError(f"--seed must be in 0..{(1 << 63) - 1}, got {args.seed}")
     layer = Layer(args.heads, args.value_heads or args.heads, args.head_dim, args.head_v_dim or args.head_dim)
     if layer.value_heads % layer.heads:
         raise ValueError(

@@ -37,7 +37,7 @@ def select_rows(
             [b for b, s in enumerate(slots) if s != -1], dtype=torch.long, device=state.device
         )
         return state_indices.long().to(state.device)[rows], rows
-    if real == list(range(real[0], real[0] + batch)):
+    if real and real == list(range(real[0], real[0] + batch)):
         return slice(real[0], real[0] + batch), None
     return state_indices.long().to(state.device), None
 

@@ -55,7 +55,10 @@ def tree_conv(
     for name, y in (("x", x), ("weight", weight), *((("bias", bias),) if bias is not None else ())):
         require(y.is_floating_point(), f"{name} must be floating point, got {y.dtype}")
         require(y.device == conv_state.device, f"{name} is on {y.device}, conv_state on {conv_state.device}")
-    on_kernels = takes(conv_state, x, weight, bias)
+    on_kernels = takes(conv_state, x, weight, bias, *(() if pending is None else pending[:1]))
+    if pending is not None:
+        held = pending[0].shape[0]
+        require(held == x.shape[0], f"pending must be of B={x.shape[0]} rows, as x is, got {held}")
     if on_kernels:
         require(
             tree.parent.device == x.device,
@@ -154,6 +157,8 @@ def shift(window: Tensor, x: Tensor, path: Tensor, count: Tensor) -> Tensor:
     Leading dimensions before B (layers) may stand in front of window and x.
     """
     keep = window.shape[-1]
+    if not path.shape[1]:
+        return window
     at = torch.arange(keep, device=x.device) + count[:, None]  # position in [window, path]
     node = path.clamp(min=0).gather(1, (at - keep).clamp(0, path.shape[1] - 1)) + keep
     index = torch.where(at < keep, at, node)
@@ -183,8 +188,8 @@ def launch(
     bias = bias if bias is None else bias.contiguous()
     with torch.cuda.device_of(conv_state):
         return run(
-            kernels.dense(x), tree.parent.contiguous(), tree.num_nodes, weight, bias, conv_state, state_indices,
-            pending, activation,
+            kernels.dense(x), tree.parent.contiguous(), tree.num_nodes.contiguous(), weight, bias, conv_state,
+            state_indices, pending, activation,
         )  # fmt: skip
 
 
@@ -213,7 +218,7 @@ def takes(conv_state: Tensor, *inputs: Tensor | None) -> bool:
         kernels.use_kernels(conv_state)
         and conv_state.shape[-1] < kernels.MAX_TAPS
         and not any(x is not None and x.dtype == torch.float64 for x in inputs)
-        and not kernels.wants_gradient(*inputs)
+        and not kernels.wants_gradient(conv_state, *inputs)
     )
 
 

@@ -33,6 +33,7 @@ def serial(
     steps = zip(*(x.flatten(0, 2).split(batch * heads) for x in (*reads, *writes)), strict=True)
     rows = torch.arange(batch, device=v.device)
     parent = tree.parent.long().clamp(min=0)
+    parent = parent if tree.is_full else parent.masked_fill(~tree.valid, 0)
     states = state.new_empty(0 if tree.is_chain else size, *state.shape)
     before, d_parts, o_parts = state.flatten(0, 1), [], []
     for i, (mix, base, *write) in enumerate(steps):
@@ -47,7 +48,10 @@ def serial(
             states[i] = _write(write, d, before.clone()).view(state.shape)
     shape = (size, batch, heads, dim)
     o, d = (torch.cat(parts).view(shape).transpose(0, 1).contiguous() for parts in (o_parts, d_parts))
-    return (o, d) if tree.is_full else (o * tree.valid[..., None, None], d * tree.valid[..., None, None])
+    if tree.is_full:
+        return o, d
+    padding = ~tree.valid[..., None, None]
+    return o.masked_fill(padding, 0), d.masked_fill(padding, 0)
 
 
 def hybrid(
@@ -153,7 +157,7 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
     k, d, g = (x[..., rows, path, :, :] for x in (k, d, g))
     k, d, g = (x.to(state.dtype) for x in (k, d, g))
     if idle is not None:
-        k, d, g = k.masked_fill(idle, 0), d.masked_fill(idle, 0), g.masked_fill(idle, 0)
+        k, d, g = k.masked_fill(idle, 0), d.masked_fill(idle, -0.0), g.masked_fill(idle, 0)  # -0 0 + x is x
     decay = g.exp()[..., None, :]
     groups = state.shape[-3] // k.shape[-2]
     k = k.repeat_interleave(groups, -2) if groups > 1 else k

@@ -54,8 +54,9 @@ def gated_delta_verify(
         pending: factors accepted earlier, committed into `state` in place first.
         scale: multiplies q, `K ** -0.5` by default.
         mode: "serial" and "hybrid" are bit-identical to one-token decoding. "parallel" is not: a kernel's outputs are
-            within 2e-3 (relative RMS) for bf16 and fp16, most of it the rounding of o, and 1e-5 for fp32; its commit of
-            `pending` is exact all the same. "auto" is one of the exact two.
+            within 2e-3 (relative RMS) for bf16 and fp16, most of it the rounding of o, and 1e-5 for fp32, or 1e-4 where
+            the log-decays of a path sum to hundreds; its commit of `pending` is exact all the same. "auto" is one of
+            the exact two.
         use_qk_l2norm_in_kernel: normalise q and k first (eps 1e-6).
         delta: False writes `d = beta v`, whatever the state holds (linear attention, Mamba-2, GLA).
         gate: g and beta are raw projections, and this makes of them, in the state's dtype, what they are above;
@@ -68,7 +69,7 @@ def gated_delta_verify(
     Raises:
         ValueError: on shapes, dtypes, devices or modes that are not supported, before the state is touched.
     """
-    _check(q, k, v, g, beta, tree, state, mode)
+    _check(q, k, v, g, beta, tree, state, scale, mode)
     _check_rule(g, v, delta, gate)
     if pending is not None:
         _check_pending(pending, state, q.shape[0])
@@ -342,8 +343,12 @@ def _check_state(state: Tensor) -> None:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, tree: Tree, state: Tensor, mode: str
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None, tree: Tree, state: Tensor,
+    scale: float | None, mode: str,
 ) -> None:  # fmt: skip
+    require(
+        scale is None or isinstance(scale, (int, float)), f"scale must be a number or None, got {scale!r}"
+    )
     require(mode in MODES, f"mode must be one of {', '.join(MODES)}, got {mode!r}")
     _check_state(state)
     for name, x in (("q", q), ("k", k), ("v", v), ("beta", beta), ("g", g)):
@@ -355,6 +360,8 @@ def _check(
     )
     require(k.shape == q.shape, f"k must have q's shape {list(q.shape)}, got {list(k.shape)}")
     require(v.dim() == 4 and v.shape[:2] == q.shape[:2], f"v must be [B, N, HV, V], got {list(v.shape)}")
+    sizes = (*q.shape[2:], *v.shape[2:])
+    require(min(sizes) > 0, f"heads, K and V must be at least 1, got {list(q.shape)} and {list(v.shape)}")
     require(
         v.shape[2] % q.shape[2] == 0,
         f"value heads ({v.shape[2]}) must be a multiple of key heads ({q.shape[2]})",
@@ -376,6 +383,11 @@ def check_launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, tree: Tree, 
         q.dtype == k.dtype == v.dtype and q.dtype in kernels.DTYPES,
         "on a GPU q, k and v must be of one dtype, float32, bfloat16 or float16 (or the state float64), "
         f"got {q.dtype}, {k.dtype} and {v.dtype}",
+    )
+    require(
+        tree.parent.dtype == tree.num_nodes.dtype == torch.int32 and tree.num_nodes.shape == (tree.batch,),
+        f"on a GPU a tree must be int32 [B, N] and [B], got {tree.parent.dtype} and {tree.num_nodes.dtype} "
+        f"{list(tree.num_nodes.shape)}",
     )
     require(
         tree.parent.device == q.device, f"the tree is on {tree.parent.device}, q on {q.device}: use Tree.to"
@@ -408,12 +420,14 @@ def _check_rule(g: Tensor | None, v: Tensor, delta: bool, gate: Gate | None) -> 
     require(g is not None, "a gate computes the decay from g, got None")
     assert g is not None
     for name, x, shape in (("A_log", gate.A_log, v.shape[2:3]), ("dt_bias", gate.dt_bias, g.shape[2:])):
-        if x is not None:
+        if x is not None or name == "A_log":
+            require(isinstance(x, Tensor), f"gate.{name} must be a tensor, got {type(x).__name__}")
+            assert x is not None
             _check_floats(f"gate.{name}", x, v)
             require(x.shape == shape, f"gate.{name} must be {list(shape)}, got {list(x.shape)}")
     require(
-        0 < gate.beta_scale < float("inf"),
-        f"gate.beta_scale must be positive and finite, got {gate.beta_scale}",
+        isinstance(gate.beta_scale, (int, float)) and 0 < gate.beta_scale < float("inf"),
+        f"gate.beta_scale must be a positive and finite number, got {gate.beta_scale!r}",
     )
 
 

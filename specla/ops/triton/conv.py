@@ -136,7 +136,7 @@ def tree_conv_kernel(
     i_d, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)[None, :]
     m_d = o_d < channels
-    nodes = tl.load(num_nodes + i_b)
+    nodes = tl.minimum(tl.load(num_nodes + i_b), size)
     slot = i_b
     if state_indices is not None:
         slot = tl.load(state_indices + i_b).to(tl.int64)

@@ -13,13 +13,15 @@ def counters(number: int, device: torch.device) -> Tensor:
         RuntimeError: when a CUDA graph is captured that needs more than any launch before it. Counters made there would
             be zeroed with every replay, under the launches outside of it: run once what is to be captured.
     """
-    made = _made.get(device)
-    if made is None or made.numel() < number:
+    made = _made.setdefault(device, [])
+    if not made or made[-1].numel() < number:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("launch the kernels once before capturing them in a CUDA graph")
         size = max(1 << 14, 1 << (number - 1).bit_length())
-        _made[device] = made = torch.zeros(size, dtype=torch.int32, device=device)
-    return made
+        made.append(torch.zeros(size, dtype=torch.int32, device=device))
+    return made[-1]
 
 
-_made: dict[torch.device, Tensor] = {}
+_made: dict[
+    torch.device, list[Tensor]
+] = {}  # all of them: a graph captured before may hold those of its time

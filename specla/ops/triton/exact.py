@@ -54,7 +54,8 @@ def exact_kernel(
     slot = i_b
     if HAS_SLOTS:
         slot = tl.load(state_indices + i_b).to(tl.int64)
-    nodes, total = tl.load(num_nodes + i_b), tl.load(num_steps + i_b * WORKERS + i_w)
+    nodes = tl.minimum(tl.load(num_nodes + i_b), size)
+    total = tl.load(num_steps + i_b * WORKERS + i_w)
     first_step = tl.load(steps)
     ahead = 0
     if HAS_PENDING:

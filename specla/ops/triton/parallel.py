@@ -11,6 +11,10 @@ import triton.language as tl
 from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
 from specla.ops.triton.prepare import BETA, FIELDS, KEY_SCALE, LOG_DECAY, QUERY_SCALE, prepare_nodes
 
+LEAST_LOG = tl.constexpr(
+    -110.0
+)  # of a decay that is more than zero in fp32; sums of far less would lose all digits
+
 
 @triton.jit
 def halves(x):
@@ -48,7 +52,7 @@ def parallel_kernel(
     if HAS_SLOTS:
         slot = tl.load(state_indices + i_b).to(tl.int64)
     row = slot if BY_SLOT else i_b
-    nodes = tl.load(num_nodes + i_b)
+    nodes = tl.minimum(tl.load(num_nodes + i_b), size)
     if slot < 0:
         nodes = 0
     ahead = 0
@@ -149,7 +153,7 @@ def parallel_kernel(
     total = tl.zeros([NP], tl.float32)
     between = tl.where(on, 1.0, 0.0)  # exp(G_i - G_j) where j is i or above it
     if DECAY == 1:
-        b_g = tl.load(p_n + LOG_DECAY, m_n, other=0.0)
+        b_g = tl.maximum(tl.load(p_n + LOG_DECAY, m_n, other=0.0), LEAST_LOG)
         total = tl.sum(tl.where(on, b_g[None, :], 0.0), 1)
         between = tl.exp(tl.where(on, total[:, None] - total[None, :], float("-inf")))
     scaled = between * k_scale[None, :]

@@ -111,7 +111,7 @@ def prepare_kernel(
     i_n, i_hv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_h = i_hv // (HV // H)
     slot = i_b
-    nodes = tl.load(num_nodes + i_b)
+    nodes = tl.minimum(tl.load(num_nodes + i_b), size)
     if HAS_SLOTS:
         slot = tl.load(state_indices + i_b).to(tl.int64)
     if slot < 0:

@@ -19,6 +19,14 @@ SHIPPED = Path(__file__).parent / "tables"
 EXACT = ("serial", "hybrid")  # what "auto" may choose
 ROWS_A_WARP = 4  # of the state, at least
 VALUES_A_THREAD = 128  # of the state, at most: half of the registers
+MOST = 1 << 30  # of anything that a table counts
+LIMITS = {
+    "block_v": (4, 512),
+    "num_warps": (1, 32),
+    "workers": (1, 64),
+    "block_k": (16, 512),
+    "registers": (16, 255),
+}
 MANY = 64  # heads times rows from which small tiles no longer help to fill the device
 
 
@@ -95,7 +103,7 @@ def device_name(device: torch.device) -> str:
 
 def user_table(name: str) -> Path:
     """Where a user's own table for the device lies: `specla/kernels` in $XDG_CACHE_HOME, or else in ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "specla" / "kernels" / f"{name}.json"
 
 
@@ -113,7 +121,7 @@ def read_table(path: Path) -> dict[str, Any]:
     date and command say where the figures are from.
 
     Raises:
-        ValueError: naming the file, when it is not such a table; OSError: when it cannot be read.
+        ValueError: naming the file, when it is not such a table or cannot be read.
     """
     try:
         table = json.loads(path.read_text())
@@ -121,7 +129,7 @@ def read_table(path: Path) -> dict[str, Any]:
         require(isinstance(table.get("device"), str), "device must be a name")
         require(isinstance(table.get("entries"), list), "entries must be a list")
         table["entries"] = [_entry(number, entry) for number, entry in enumerate(table["entries"])]
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError, OSError) as error:
         raise ValueError(f"{path} is no table of kernel configurations: {error}") from None
     return table
 
@@ -130,11 +138,11 @@ def read_table(path: Path) -> dict[str, Any]:
 def _tables(name: str) -> tuple[dict[str, Any], ...]:
     asked = os.environ.get(TABLE_VARIABLE)
     if asked:
-        require(Path(asked).is_file(), f"{TABLE_VARIABLE} must name a file, got {asked}")
+        require(os.path.isfile(asked), f"{TABLE_VARIABLE} must name a file, got {asked}")
     own = Path(asked) if asked else user_table(name)
     found = []
     for path in (own, SHIPPED / f"{name}.json"):
-        if path.is_file():
+        if os.path.isfile(path):
             table = read_table(path)
             measured = table["device"].replace(" ", "_")
             require(measured == name, f"{path} was measured on {measured}, not on {name}")
@@ -157,7 +165,7 @@ def _entry(number: int, entry: Any) -> dict[str, Any]:
     where = f"entry {number}"
     require(isinstance(entry, dict), f"{where} must be an object")
     for name in ("dim_k", "dim_v", "value_heads", "batch", "nodes"):
-        require(_is_positive(entry.get(name)), f"{where}: {name} must be a positive integer")
+        require(_is_positive(entry.get(name)), f"{where}: {name} must be an integer in 1..{MOST}")
     require(entry.get("auto") in EXACT, f"{where}: auto must be one of {', '.join(EXACT)}")
     configs = {mode: _config(f"{where}, {mode}", mode, entry.get(mode)) for mode in (*EXACT, "parallel")}
     return entry | configs
@@ -169,23 +177,24 @@ def _config(where: str, mode: str, fields: Any) -> Config:
     require(not unknown, f"{where} has no field {', '.join(unknown)}")
     config = Config(**{"mode": mode} | fields)
     require(config.mode == mode, f"{where}: mode must be {mode}")
-    for name in ("block_v", "num_warps", "workers", "block_k"):
-        require(_is_positive(getattr(config, name)), f"{where}: {name} must be a positive integer")
+    for name, (least, most) in LIMITS.items():
+        value = getattr(config, name)
+        absent = name == "registers" and value is None
+        require(
+            absent or (_is_positive(value) and least <= value <= most),
+            f"{where}: {name} must be an integer in {least}..{most}{' or null' * (name == 'registers')}",
+        )
     for name in ("block_v", "num_warps", "block_k"):
         value = getattr(config, name)
         require(value == _power_of_two(value), f"{where}: {name} must be a power of two")
     rows = ROWS_A_WARP * config.num_warps
     require(config.block_v >= rows, f"{where}: block_v must be at least {rows} for {config.num_warps} warps")
     require(isinstance(config.prepared, bool), f"{where}: prepared must be true or false")
-    require(
-        config.registers is None or _is_positive(config.registers),
-        f"{where}: registers must be null or positive",
-    )
     return config
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST
 
 
 def _power_of_two(value: int) -> int:

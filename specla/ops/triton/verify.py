@@ -75,6 +75,7 @@ def verify(
         "HAS_BIAS": gate is not None and gate.dt_bias is not None,
         "HAS_SLOTS": state_indices is not None, "BY_SLOT": by_slot,
     }  # fmt: skip
+    num_nodes = tree.num_nodes.contiguous()
     unread = q  # stands for a pointer that a kernel does not follow
     g, beta, slots = (unread if x is None else x for x in (g, beta, state_indices))
     A_log, dt_bias, beta_scale = (unread, None, 1.0) if gate is None else gate
@@ -84,7 +85,7 @@ def verify(
 
     if config.prepared:
         prepare_kernel[(triton.cdiv(size, 16), value_heads, batch)](
-            q, k, g, beta, A_log, dt_bias, slots, tree.num_nodes, factors.k, factors.g, query, scalars,
+            q, k, g, beta, A_log, dt_bias, slots, num_nodes, factors.k, factors.g, query, scalars,
             scale, beta_scale, *q.stride()[:3], *k.stride()[:3], *s_gates, *s_factors[:2], *s_factors[4:], size,
             BN=16, KEEP_QUERY=config.mode != "parallel", **sizes, **rule, num_warps=4,
         )  # fmt: skip
@@ -105,7 +106,7 @@ def verify(
     if config.mode == "parallel":
         nodes = max(16, triton.next_power_of_2(size))
         parallel_kernel[(blocks, batch)](
-            q, k, v, g, beta, A_log, dt_bias, o, state, slots, tree.num_nodes, schedule.lineage,
+            q, k, v, g, beta, A_log, dt_bias, o, state, slots, num_nodes, schedule.lineage,
             *held, path, count, *factors, scalars, new(batch, value_heads, nodes, nodes), scale, beta_scale, *strides,
             BK=min(config.block_k, max(16, triton.next_power_of_2(dim_k))), BN=16, NP=nodes,
             # the interpreter multiplies bf16 as integers
@@ -115,7 +116,7 @@ def verify(
     else:
         arrived = counters(blocks * batch, q.device) if config.workers > 1 else unread
         exact_kernel[(blocks, batch, config.workers)](
-            q, k, v, g, beta, A_log, dt_bias, o, state, slots, tree.num_nodes, schedule.steps, schedule.count,
+            q, k, v, g, beta, A_log, dt_bias, o, state, slots, num_nodes, schedule.steps, schedule.count,
             *held, path, count, *factors, query, scalars, arrived, scale, beta_scale,
             *strides, schedule.steps.shape[2],
             BN=32 if size > 16 and config.block_v == 16 else 16, NP=triton.next_power_of_2(size),

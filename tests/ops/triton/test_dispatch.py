@@ -371,3 +371,34 @@ def test_on_a_cpu_nothing_is_launched() -> None:
         for name in ("launch", "launch_commit"):
             patch.setattr(verify_ops, name, None)
         case.run(gated_delta_verify)
+
+
+def test_pending_inputs_of_another_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for on in (True, False):
+        monkeypatch.setattr(kernels, "use_kernels", lambda state, on=on: on)
+        for held in (1, 3):
+            window = torch.randn(3, 5, 3)
+            before = window.clone()
+            pending = torch.randn(held, 3, 5), torch.zeros(held, 1, dtype=torch.int32), torch.ones(held).int()
+            with pytest.raises(ValueError, match="pending must be of B=2 rows"):
+                tree_conv(
+                    torch.randn(2, 3, 5),
+                    Tree.chain(3, 2),
+                    torch.randn(5, 4),
+                    conv_state=window,
+                    pending=pending,
+                )
+            assert same_bits(window, before)
+
+
+def test_counts_of_nodes_may_lie_anyhow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "use_kernels", lambda state: True)
+    parent = torch.tensor([[-1, 0, 0], [-1, 0, 1]], dtype=torch.int32)
+    table = torch.tensor([[3, 9], [2, 9]], dtype=torch.int32)
+    q, k, v = (torch.randn(2, 3, 1, 8) for _ in range(3))
+    results = []
+    for count in (table[:, 0], table[:, 0].contiguous()):
+        state = torch.ones(2, 1, 8, 8)
+        tree = Tree.resident(parent, count)
+        results.append(gated_delta_verify(q, k, v, None, None, tree, state=state)[0])
+    assert same_bits(*results)
