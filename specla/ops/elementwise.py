@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+L2_EPS = 1e-6  # of queries and keys
+
 
 def sigmoid(x: Tensor) -> Tensor:
     return torch.reciprocal(1.0 + torch.exp(-x))
@@ -23,6 +25,6 @@ def softplus(x: Tensor) -> Tensor:
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
-def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+def l2norm(x: Tensor, eps: float = L2_EPS) -> Tensor:
     """`x / sqrt(sum(x^2) + eps)` over the last dimension."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)

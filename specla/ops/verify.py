@@ -10,11 +10,10 @@ from torch import Tensor
 from specla.modes import AUTO, MODES
 from specla.ops import torch as modes, triton as kernels
 from specla.ops.checks import check_path, require, select_rows
+from specla.ops.elementwise import L2_EPS
 from specla.ops.factors import Factors, Pending
 from specla.ops.gate import Gate, gates
 from specla.tree import Tree
-
-L2_EPS = 1e-6
 
 
 def gated_delta_verify(

@@ -278,19 +278,21 @@ def cases(
     *,
     max_batch: int = 3,
     max_size: int = 12,
+    max_group: int = 3,
     dims: tuple[int, ...] = (1, 2, 3, 5, 8, 16),
+    decays: tuple[str, ...] = (*DECAYS, *CHANNEL_DECAYS),
     with_pending: bool | None = None,
     with_slots: bool | None = None,
     poisoned: bool = False,
 ) -> Case:
-    """A whole call. poisoned: NaN in every input and slot that must not matter."""
+    """A whole call. max_group: value heads to a key head. poisoned: NaN where no input or slot must matter."""
     batch = draw(st.integers(1, max_batch))
     rows = draw(parents(batch, max_size))
     size = max(map(len, rows)) + draw(st.integers(0, 3))
     h = draw(st.integers(1, 2))
-    heads = (h, h * draw(st.integers(1, 3)))
+    heads = (h, h * draw(st.integers(1, max_group)))
     dk, dv = draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
-    decay = draw(st.sampled_from((*DECAYS, *CHANNEL_DECAYS)))
+    decay = draw(st.sampled_from(decays))
     repeated, fused = draw(st.integers(0, 4)) == 0, draw(st.booleans())
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     inputs = make_inputs(rng, batch, size, heads, (dk, dv), decay, dtype, repeated=repeated, fused=fused)

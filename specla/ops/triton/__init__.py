@@ -14,7 +14,7 @@ from torch import Tensor
 MAX_DIM = 512  # of K and V
 MAX_NODES = 64  # of a tree: a lineage is one integer of 64 bits
 MAX_ROWS = 65535  # of a batch: what a launch takes along its second axis
-MAX_TAPS = 4  # of the short convolution, the newest input included
+MAX_TAPS = 4  # of the short convolution, the newest input included: every tap is a vector of its own
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of inputs
 
 

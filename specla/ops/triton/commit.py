@@ -7,9 +7,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specla.ops.factors import Factors
+from specla.ops.triton.common import CHUNK
 from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
-
-KI = 32  # channels of a chunk: 8 lanes of 16 bytes
 
 
 def commit(
@@ -38,12 +37,12 @@ def commit(
     if state.dim() == 4:
         state, factors = state[None], Factors(*(x[None] for x in factors))
     k, d, g = factors
-    KC = triton.next_power_of_2(triton.cdiv(K, KI))
-    BV = max(1, min(16, 4096 // (KC * KI)))  # at most 16 KB in the registers of four warps
+    KC = triton.next_power_of_2(triton.cdiv(K, CHUNK))
+    BV = max(1, min(16, 4096 // (KC * CHUNK)))  # at most 16 KB in the registers of four warps
     commit_kernel[(triton.cdiv(V, BV) * HV, path.shape[0], state.shape[0])](
         state, k, d, g, path, count, state_indices,
         *state.stride()[:2], *k.stride()[:4], *d.stride()[:4], *g.stride()[:4], path.stride(0),
-        H=k.shape[3], HV=HV, K=K, V=V, BV=BV, KC=KC, KI=KI,
+        H=k.shape[3], HV=HV, K=K, V=V, BV=BV, KC=KC, KI=CHUNK,
         PER_CHANNEL=g.dim() == d.dim(), BY_SLOT=by_slot, num_warps=4,
     )  # fmt: skip
 

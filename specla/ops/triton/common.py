@@ -9,6 +9,8 @@ they come in the layout of the state, and no thread needs another's.
 import triton
 import triton.language as tl
 
+CHUNK = 32  # KI at most
+
 
 @triton.jit
 def advance(S, d, k, decay):

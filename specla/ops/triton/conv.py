@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MAX_WIDTH = 4  # the history of a tile is W - 1 separate vectors
+from specla.ops.triton import MAX_TAPS
 
 
 def tree_conv(
@@ -37,7 +37,7 @@ def tree_conv(
     """
     batch, size, channels = x.shape
     width = weight.shape[1]
-    assert width <= MAX_WIDTH
+    assert width <= MAX_TAPS
     y = torch.empty_like(x, memory_format=torch.contiguous_format) if out is None else out
     x_prev, path, count = (None, None, None) if pending is None or width == 1 else pending
     BN = min(triton.next_power_of_2(size), 16)
@@ -73,7 +73,7 @@ def conv_commit(
     if conv_state.dim() == 3:
         conv_state, x = conv_state[None], x[None]
     layers, _, channels, keep = conv_state.shape
-    assert keep < MAX_WIDTH
+    assert keep < MAX_TAPS
     if keep == 0:
         return
     BD = 128

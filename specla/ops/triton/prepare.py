@@ -7,7 +7,9 @@ once for all of them. The arithmetic is the same, and so are the bits.
 import triton
 import triton.language as tl
 
-L2_EPS = tl.constexpr(1e-6)
+from specla.ops.elementwise import L2_EPS
+
+EPS = tl.constexpr(L2_EPS)
 # what `scalars` [B, HV, N, FIELDS] holds of a node; a power of two, so that a node does not cross a sector
 KEY_SCALE, QUERY_SCALE, OVERLAP, BETA, LOG_DECAY, DECAY_FACTOR = (tl.constexpr(i) for i in range(6))
 FIELDS = tl.constexpr(8)
@@ -65,8 +67,8 @@ def prepare_nodes(
 
     k_scale, q_scale = tl.full([BN], 1.0, tl.float32), tl.full([BN], 1.0, tl.float32) * scale
     if NORM:
-        k_scale = 1.0 / tl.sqrt(contract(b_k, b_k) + L2_EPS)
-        q_scale = scale / tl.sqrt(contract(b_q, b_q) + L2_EPS)
+        k_scale = 1.0 / tl.sqrt(contract(b_k, b_k) + EPS)
+        q_scale = scale / tl.sqrt(contract(b_q, b_q) + EPS)
     b_k *= k_scale[:, None][:, None, :]
     b_q *= q_scale[:, None][:, None, :]
     if writes_key:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from specla.ops.factors import Factors, Pending
 from specla.ops.gate import Gate
+from specla.ops.triton.common import CHUNK
 from specla.ops.triton.counters import counters
 from specla.ops.triton.exact import exact_kernel
 from specla.ops.triton.parallel import parallel_kernel
@@ -15,8 +16,6 @@ from specla.ops.triton.prepare import FIELDS, prepare_kernel
 from specla.ops.triton.schedule import schedule_of
 from specla.ops.triton.tuning import Config
 from specla.tree import Tree
-
-CHUNK = 32  # channels of K side by side in a tile: the order of every sum over K, in all configurations
 
 
 def verify(

@@ -25,14 +25,11 @@ from tests.ops.strategies import (
     DECAYS,
     Case,
     behind_gate,
+    cases,
     make_inputs,
-    parents,
     path_to,
-    pendings,
-    poison_case,
     random_parent,
     same_bits,
-    slot_maps,
     tree_of,
 )
 from tests.ops.triton import DEVICE
@@ -164,48 +161,26 @@ def assert_same_bits(a: tuple[Tensor, Factors, Tensor], b: tuple[Tensor, Factors
         assert same_bits(x, y)
 
 
-@st.composite
 def kernel_cases(
-    draw: st.DrawFn,
     *,
     max_size: int = 8,
     dims: tuple[int, ...] = (1, 3, 8, 17, 33, 40),
     channels: bool = True,
     with_pending: bool | None = None,
     with_slots: bool | None = None,
-) -> Case:
+) -> st.SearchStrategy[Case]:
     """A call of few programs with NaN in every input and slot that must not matter."""
-    batch = draw(st.integers(1, 2))
-    rows = draw(parents(batch, max_size))
-    size = max(map(len, rows)) + draw(st.integers(0, 2))
-    heads = draw(st.sampled_from([(1, 1), (1, 2), (2, 2), (2, 4)]))
-    shape = draw(st.sampled_from(dims)), draw(st.sampled_from(dims))
-    decay = draw(st.sampled_from((*DECAYS, *CHANNEL_DECAYS) if channels else DECAYS))
-    repeated, fused = draw(st.integers(0, 4)) == 0, draw(st.booleans())
-    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    inputs = make_inputs(rng, batch, size, heads, shape, decay, torch.float32, repeated=repeated, fused=fused)
-    if draw(st.integers(0, 4)) == 0:
-        inputs["beta"] = None
-    if decay not in ("none", "zero") and draw(st.booleans()):
-        bias, beta_scale = draw(st.booleans()), draw(st.sampled_from([1.0, 2.0]))
-        inputs = behind_gate(rng, inputs, bias=bias, beta_scale=beta_scale)
-    slots, indices = (batch, None) if with_slots is False else draw(slot_maps(batch))
-    pending = used = None
-    if with_pending or (with_pending is None and draw(st.booleans())):
-        form = "channel-mild" if decay in CHANNEL_DECAYS else "mild"
-        pending, used = draw(pendings(batch, heads, shape, torch.float32, max_size, form))
-    case = Case(
-        **inputs,
-        parents=rows,
-        tree=tree_of(rows, size),
-        state=torch.randn(slots, heads[1], *shape[::-1], generator=rng),
-        state_indices=indices,
-        pending=pending,
-        scale=draw(st.sampled_from([None, 1.0, 0.3])),
-        l2norm=draw(st.booleans()),
-        delta=draw(st.booleans()),
+    return cases(
+        torch.float32,
+        max_batch=2,
+        max_size=max_size,
+        max_group=2,
+        dims=dims,
+        decays=(*DECAYS, *CHANNEL_DECAYS) if channels else DECAYS,
+        with_pending=with_pending,
+        with_slots=with_slots,
+        poisoned=True,
     )
-    return poison_case(case, used)
 
 
 def plain_case(
