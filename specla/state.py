@@ -191,7 +191,7 @@ class StatePool:
         self.length = [0] * num_slots  # committed tokens
         self.count = [0] * num_slots  # accepted nodes that are pending
         self.path = torch.zeros(num_slots, max_nodes, dtype=torch.long, device=self.device)
-        self._free = list(range(num_slots))[::-1]
+        self._free = set(range(num_slots))
 
     def _attention(self) -> list[AttentionState]:
         return [layer for layer in self.layers if isinstance(layer, AttentionState)]
@@ -201,14 +201,15 @@ class StatePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """Take a slot with a zero state.
+        """Take the lowest slot that is free, with a zero state.
 
         Raises:
             RuntimeError: when all are taken.
         """
         if not self._free:
             raise RuntimeError(f"all {len(self.length)} slots are taken")
-        slot = self._free.pop()
+        slot = min(self._free)
+        self._free.remove(slot)
         for store in self._stores:
             store.clear(slot)
         self.length[slot] = 0
@@ -219,7 +220,7 @@ class StatePool:
         """Give a slot back; what was pending there is dropped."""
         assert slot not in self._free, f"slot {slot} is free already"
         self.count[slot] = 0
-        self._free.append(slot)
+        self._free.add(slot)
 
     def rows(self, slots: Sequence[int]) -> Rows:
         """How to index the slots: a slice, which gives views, when they follow one another."""

@@ -79,19 +79,31 @@ class Tree:
         return cls(torch.arange(-1, length - 1, dtype=torch.int32, device=device).expand(batch, length))
 
     @classmethod
-    def resident(cls, parent: Tensor, num_nodes: Tensor) -> Tree:
+    def resident(
+        cls,
+        parent: Tensor,
+        num_nodes: Tensor,
+        *,
+        depth: Tensor | None = None,
+        ancestors: Tensor | None = None,
+    ) -> Tree:
         """Trees that were made where they lie and are known to be right: nothing is checked, copied or read back.
 
         Args:
             parent: int32 `[B, N]` as the class wants it; entries beyond `num_nodes` may hold anything.
             num_nodes: int32 `[B]` on the same device.
+            depth, ancestors: these views, where they are known already.
 
-        The first view that is worked out on the host (`depth`, `levels`, ...) reads both back, once.
+        The first other view that is worked out on the host (`depth`, `levels`, ...) reads both back, once.
         """
         tree = cls.__new__(cls)
         tree.batch, tree.size = parent.shape
         tree.device = parent.device
         tree.parent, tree.num_nodes = parent, num_nodes
+        if depth is not None:
+            tree.depth = depth
+        if ancestors is not None:
+            tree.ancestors = ancestors
         return tree
 
     def to(self, device: torch.device | str) -> Tree:

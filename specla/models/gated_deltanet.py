@@ -15,7 +15,8 @@ from specla.models.target import Tap
 from specla.state import AttentionSpec, RecurrentSpec, StatePool
 from specla.tree import Tree
 
-PREFILL_CHUNK = 512  # tokens of a prompt that go through the layers together: bounds the memory of a prefill
+# tokens of a prompt that go through the layers together: bounds the memory of a prefill
+PREFILL_CHUNK, PREFILL_CHUNK_GPU = 512, 2048
 
 
 class GatedDeltaNet(nn.Module):
@@ -79,8 +80,9 @@ class GatedDeltaNet(nn.Module):
     def prefill(self, token_ids: Tensor, slot: int, pool: StatePool, tap: Tap | None = None) -> None:
         """Read `token_ids` `[T]` into a slot's committed state, in stretches of bounded memory; `tap` sees each."""
         pool.flush([slot])
-        for stretch in token_ids.split(PREFILL_CHUNK):
-            past = Prefill(pool, slot, len(stretch))
+        chunk = PREFILL_CHUNK_GPU if token_ids.is_cuda else PREFILL_CHUNK
+        for stretch in token_ids.split(chunk):
+            past = Prefill(pool, slot, len(stretch), self.embeddings.weight.dtype)
             self(stretch[None], past, tap)
             past.close()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from specla.modes import MODES
 from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
+from specla.ops.chunk import launch as launch_prompt, takes as takes_prompt
 from specla.ops.conv import causal_convolve, convolve, launch as launch_conv, takes as takes_conv
 from specla.ops.verify import check_launch, launch, takes, verify
 from specla.state import AttentionState, RecurrentLayer, StatePool, slot_indices
@@ -56,11 +57,14 @@ class FullText:
 
 
 class Prefill:
-    """The next stretch of one slot's prompt; the state is committed, no factors are kept."""
+    """The next stretch of one slot's prompt; the state is committed, no factors are kept.
 
-    def __init__(self, pool: StatePool, slot: int, length: int):
+    dtype: that of the weights, to which kernels round queries, keys and values.
+    """
+
+    def __init__(self, pool: StatePool, slot: int, length: int, dtype: torch.dtype = torch.float32):
         assert pool.count[slot] == 0, "flush the slot before a prefill"
-        self.pool, self.slot = pool, slot
+        self.pool, self.slot, self.dtype = pool, slot, dtype
         self.start = pool.length[slot]
         self.positions = torch.arange(self.start, self.start + length, device=pool.device)[None]
 
@@ -76,6 +80,9 @@ class Prefill:
         layer_state = self.pool.layers[layer]
         assert isinstance(layer_state, RecurrentLayer)
         state = layer_state.state[self.slot : self.slot + 1]
+        if takes_prompt(state, q, k, v, g, beta):
+            dtype, (q, k, v) = v.dtype, (x.to(self.dtype) for x in (q, k, v))
+            return launch_prompt(q, k, v, g, beta, state).to(dtype)
         o, last = chunk_gated_delta(q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=True)
         state.copy_(last)
         return o

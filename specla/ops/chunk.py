@@ -11,8 +11,27 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specla.ops import triton as kernels
 from specla.ops.checks import require
 from specla.ops.elementwise import l2norm
+
+
+def takes(state: Tensor, *inputs: Tensor | None) -> bool:
+    """Whether a kernel may read a prompt into this state `[B, HV, V, K]`."""
+    if not (state.is_cuda and kernels.use_kernels(state)) or kernels.wants_gradient(state, *inputs):
+        return False
+    from specla.ops.triton.chunk import largest_head
+
+    return max(state.shape[-2:]) <= largest_head(state.device)
+
+
+def launch(q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor) -> Tensor:
+    """Outputs of `chunk_gated_delta` by kernels, keys and queries normalised; the state becomes the last one."""
+    from specla.ops.triton.chunk import chunk_prefill
+
+    with torch.cuda.device_of(state):
+        q, k, v = (kernels.dense(x) for x in (q, k, v))
+        return chunk_prefill(q, k, v, g, beta, state=state)
 
 
 class ChunkedText(NamedTuple):

@@ -6,8 +6,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton import MAX_TAPS
+from specla.ops.triton.overlap import launch_options
 
 
 def tree_conv(
@@ -23,6 +25,7 @@ def tree_conv(
     out: Tensor | None = None,
     *,
     by_slot: bool = False,
+    keep: Tensor | None = None,
 ) -> Tensor:
     """`specla.ops.tree_conv` without its checks, and zero at padding nodes.
 
@@ -34,6 +37,7 @@ def tree_conv(
         pending: x `[R, M, D]`, path `[B, P]` and count `[B]` of the inputs to commit first; R counts batch rows, or
             slots with `by_slot`.
         out: where to write `[B, N, D]`; x's dtype and a new tensor by default.
+        keep: where the inputs go for a later commit, `[R, M, D]` with M >= N, never the pending ones; R as above.
     """
     batch, size, channels = x.shape
     width = weight.shape[1]
@@ -43,11 +47,11 @@ def tree_conv(
     BN = min(triton.next_power_of_2(size), 16)
     BD = 64 if BN > 1 else 128  # no more channels than threads: vectors then need no exchange between layouts
     tree_conv_kernel[(triton.cdiv(channels, BD), batch)](
-        x, parent, num_nodes, weight, bias, conv_state, state_indices, x_prev, path, count, y,
+        x, parent, num_nodes, weight, bias, conv_state, state_indices, x_prev, path, count, y, keep,
         size, channels,
         x.stride(0), x.stride(1), parent.stride(0), *weight.stride(), *conv_state.stride(),
-        *_strides(x_prev, 2), *_strides(path, 1), y.stride(0), y.stride(1),
-        W=width, BN=BN, BD=BD, SILU=activation == "silu", BY_SLOT=by_slot, num_warps=4,
+        *_strides(x_prev, 2), *_strides(path, 1), y.stride(0), y.stride(1), *_strides(keep, 2),
+        W=width, BN=BN, BD=BD, SILU=activation == "silu", BY_SLOT=by_slot, num_warps=4, **launch_options(x.device),
     )  # fmt: skip
     return y
 
@@ -127,12 +131,15 @@ def above(p_parent, p, m_n):
 
 @triton.jit
 def tree_conv_kernel(
-    x, parent, num_nodes, weight, bias, conv_state, state_indices, x_prev, path, count, y,
+    x, parent, num_nodes, weight, bias, conv_state, state_indices, x_prev, path, count, y, keep,
     size, channels,
     stride_xb, stride_xn, stride_pb, stride_wd, stride_ww, stride_cs, stride_cd, stride_cw,
-    stride_rb, stride_rn, stride_path, stride_yb, stride_yn,
+    stride_rb, stride_rn, stride_path, stride_yb, stride_yn, stride_kb, stride_kn,
     W: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, BY_SLOT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_wait()
     i_d, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)[None, :]
     m_d = o_d < channels
@@ -166,6 +173,9 @@ def tree_conv_kernel(
             p = (p_3 if back == 3 else p_2 if back == 2 else p_1 if back == 1 else o_n)[:, None]
             p_x = x + i_b * stride_xb + p.to(tl.int64) * stride_xn + o_d
             b_x = tl.load(p_x, mask=m_n[:, None] & (p >= 0) & m_d, other=0.0).to(b_1.dtype)
+            if keep is not None and back == 0:
+                p_keep = keep + (slot if BY_SLOT else i_b) * stride_kb + p.to(tl.int64) * stride_kn + o_d
+                tl.store(p_keep, b_x.to(keep.dtype.element_ty), mask=m_n[:, None] & m_d)
             b_h = tl.where(p == -1, b_1, tl.where(p == -2, b_2, b_3))
             b_x = tl.where(p >= 0, b_x, b_h).to(tl.float32)
             b_w = tl.load(weight + o_d * stride_wd + (W - 1 - back) * stride_ww, mask=m_d, other=0.0)
@@ -178,6 +188,8 @@ def tree_conv_kernel(
         b_y = tl.where(m_n[:, None], b_y, 0.0).to(y.dtype.element_ty)
         p_y = y + i_b * stride_yb + o_n.to(tl.int64)[:, None] * stride_yn + o_d
         tl.store(p_y, b_y, mask=(o_n < size)[:, None] & m_d)
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit

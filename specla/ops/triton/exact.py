@@ -9,6 +9,7 @@ and those of a tree of one node.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton.common import advance
 from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
@@ -27,6 +28,80 @@ READ, RESET, STORE, UPDATE = (tl.constexpr(flag) for flag in (_READ, _RESET, _ST
 
 
 @triton.jit
+def fetch(
+    step, k, q, v, g, scalars, s_kn, s_qn, s_vn, s_gn, o_k, m_k, o_v, m_v, DECAY: tl.constexpr
+):  # fmt: skip
+    """What a step needs of its node: key, query, value, (k . q), beta and decay."""
+    node = step & 255
+    b_k = tl.load(k + node * s_kn + o_k, m_k, other=0.0)
+    b_q = tl.load(q + node * s_qn + o_k, m_k, other=0.0)
+    b_v = tl.load(v + node * s_vn + o_v, m_v, other=0.0).to(tl.float32)
+    p_n = scalars + node * FIELDS
+    overlap, b_beta, decay = tl.load(p_n + OVERLAP), tl.load(p_n + BETA), tl.load(p_n + DECAY_FACTOR)
+    if DECAY == 2:
+        decay = tl.exp(tl.load(g + node * s_gn + o_k, m_k, other=0.0))
+    return b_k, b_q, b_v, overlap, b_beta, decay
+
+
+@triton.jit
+def read(S, b_k, b_q, b_v, overlap, b_beta, decay, DECAY: tl.constexpr, DELTA: tl.constexpr):
+    """Corrected value and output of a node from its parent's state."""
+    # contractions are spelled out: which products are fused must not depend on the compiler
+    if DECAY == 2:
+        b_d = b_beta * (b_v - contract(S, b_k * decay)) if DELTA else b_beta * b_v
+        b_o = tl.fma(b_d, overlap, contract(S, b_q * decay))
+    else:
+        b_d = b_beta * tl.fma(contract(S, b_k), -decay, b_v) if DELTA else b_beta * b_v
+        b_o = tl.fma(b_d, overlap, contract(S, b_q) * decay)
+    return b_d, b_o
+
+
+@triton.jit
+def store_rows(p, x, o_v, m_v, KI: tl.constexpr):
+    """x `[BV]` to p + o_v, from the threads that hold it.
+
+    As a tile of so many columns as threads hold the same row, of which the first counts: it is laid out like the state.
+    A store of `[BV]` would move x through shared memory, and so would one whose rows are known to be contiguous.
+    """
+    SPAN: tl.constexpr = KI // 4 if KI > 4 else 1
+    o_r, o_l = tl.maximum(o_v, 0)[:, None], tl.arange(0, SPAN)[None, :]
+    x = tl.broadcast_to(x.to(p.dtype.element_ty)[:, None], [x.shape[0], SPAN])
+    tl.store(p + o_r + o_l, x, m_v[:, None] & (o_l == 0))
+
+
+@triton.jit
+def visit(
+    step, S, S0, p_s, m_s, b_k, b_q, b_v, overlap, b_beta, decay, o, factor_d, s_on, s_fdm,
+    o_v, m_v, KI: tl.constexpr, WORKERS: tl.constexpr, DECAY: tl.constexpr, DELTA: tl.constexpr,
+):  # fmt: skip
+    """The state after a step."""
+    node, flags = step & 255, step >> 8
+    if (flags & (READ | UPDATE)) == (
+        READ | UPDATE
+    ):  # most steps: a single block, for the compiler to arrange
+        if WORKERS > 1:
+            if flags & RESET:
+                tl.debug_barrier()  # keeps this a branch
+                S = S0
+        b_d, b_o = read(S, b_k, b_q, b_v, overlap, b_beta, decay, DECAY, DELTA)
+        S = advance(S, b_d, b_k, decay)
+        if WORKERS == 1 or flags & STORE:
+            store_rows(o + node * s_on, b_o, o_v, m_v, KI)
+            store_rows(factor_d + node * s_fdm, b_d, o_v, m_v, KI)
+    elif flags & READ:
+        b_d, b_o = read(S, b_k, b_q, b_v, overlap, b_beta, decay, DECAY, DELTA)
+        store_rows(o + node * s_on, b_o, o_v, m_v, KI)
+        store_rows(factor_d + node * s_fdm, b_d, o_v, m_v, KI)
+    elif flags & UPDATE:  # again, by the only worker
+        if flags & RESET:
+            tl.debug_barrier()  # what is replayed was stored by other threads
+            S = tl.load(p_s, m_s, other=0.0)
+        b_d = tl.load(factor_d + node * s_fdm + o_v, m_v, other=0.0)
+        S = advance(S, b_d, b_k, decay)
+    return S
+
+
+@triton.jit
 def exact_kernel(
     q, k, v, g, beta, A_log, dt_bias, o,
     state, state_indices, num_nodes, steps, num_steps,
@@ -42,13 +117,15 @@ def exact_kernel(
     WORKERS: tl.constexpr,
     DECAY: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_PENDING: tl.constexpr,
-    BY_SLOT: tl.constexpr, PREPARED: tl.constexpr, TOUCH: tl.constexpr,
+    BY_SLOT: tl.constexpr, PREPARED: tl.constexpr, TOUCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of V x value heads, rows, workers)."""
     NV: tl.constexpr = tl.cdiv(V, BV)
     i_v, i_hv = tl.program_id(0) % NV, tl.program_id(0) // NV
     i_b, i_w = tl.program_id(1).to(tl.int64), tl.program_id(2)
     i_h = i_hv // (HV // H)
+    if PDL:
+        gdc_wait()
     # all that decides where to read is asked for at once
     steps += (i_b * WORKERS + i_w) * envelope
     slot = i_b
@@ -84,9 +161,9 @@ def exact_kernel(
     v += i_b * s_vb + i_hv * s_vh
     query += (i_b * size * H + i_h) * K
     scalars += (i_b * HV + i_hv) * size * FIELDS
-    factor_k += row * s_fkr + i_h * K
+    factor_k += tl.maximum(row, 0) * s_fkr + i_h * K
     factor_d += row * s_fdr + i_hv * V
-    factor_g += row * s_fgr + i_hv * (K if DECAY == 2 else 1)
+    factor_g += tl.maximum(row, 0) * s_fgr + i_hv * (K if DECAY == 2 else 1)
     o += (i_b * size * HV + i_hv) * V
     state += (tl.maximum(slot, 0) * HV + i_hv) * V * K
     if HAS_PENDING:
@@ -117,9 +194,20 @@ def exact_kernel(
             )  # fmt: skip
     tl.debug_barrier()  # other threads read them than wrote them
 
-    # outputs take the place of the values, which are in the nearest cache from here on
-    outputs = tl.load(v + o_n * s_vn + o_v[:, None], (o_n < nodes) & m_v[:, None], other=0.0).to(tl.float32)
+    # keys and queries, just written, come nearer when a word of each sector is asked for
+    if TOUCH and NP > 1 and not PREPARED:
+        SECTORS: tl.constexpr = KC * KI // 8 if KC * KI > 8 else 1
+        r_e, o_e = tl.arange(0, NP)[:, None], tl.arange(0, SECTORS)[None, :] * 8
+        m_e = (r_e < nodes) & (o_e < K)
+        e_k = tl.load(factor_k + r_e * s_fkm + o_e, m_e, other=0.0)
+        e_q = tl.load(query + r_e * (H * K) + o_e, m_e, other=0.0)
 
+    # padding reads as zero; the values are in the nearest cache from here on
+    blank = tl.load(v + o_n * s_vn + o_v[:, None], (o_n < nodes) & m_v[:, None], other=0.0).to(tl.float32)
+
+    # stores nothing, since nodes is never negative; the compiler cannot know that
+    if TOUCH and NP > 1 and not PREPARED:
+        tl.store(scalars + r_e + o_e, e_k + e_q, r_e < -nodes)
     if HAS_PENDING:
         if TOUCH:
             keep_touched(ahead, t_k, t_d, scalars, KC * KI, BV)
@@ -133,54 +221,93 @@ def exact_kernel(
                 tl.debug_barrier()
                 tl.atomic_add(p_arrived, 1)
 
-    deltas = tl.zeros([BV, NP], tl.float32)
-    stored = (o_n >= tl.where(i_w == 0, nodes, size)).to(tl.int32)  # padding reads as zero
-    S = S0
-    n_step = first_step
-    p_n = scalars + (n_step & 255) * FIELDS
-    n_overlap, n_beta, n_decay = tl.load(p_n + OVERLAP), tl.load(p_n + BETA), tl.load(p_n + DECAY_FACTOR)
-    for t in range(total):
-        step, n_step = n_step, tl.load(steps + t + 1, t + 1 < total, other=0)
-        node, flags = step & 255, step >> 8
-        b_k = tl.load(factor_k + node * s_fkm + o_k, m_k, other=0.0)
-        b_q = tl.load(query + node * H * K + o_k, m_k, other=0.0)
-        b_v = tl.load(v + node * s_vn + o_v, m_v, other=0.0).to(tl.float32)
-        overlap, b_beta, decay = n_overlap, n_beta, n_decay
-        # asked for a step ahead: a wait for them would hold back all else
-        p_n = scalars + (n_step & 255) * FIELDS
-        n_overlap, n_beta, n_decay = tl.load(p_n + OVERLAP), tl.load(p_n + BETA), tl.load(p_n + DECAY_FACTOR)
-        if DECAY == 2:
-            decay = tl.exp(tl.load(factor_g + node * s_fgm + o_k, m_k, other=0.0))
-
-        if flags & RESET:
-            tl.debug_barrier()  # keeps this a branch: selecting every element would cost all other steps
-            S = S0 if WORKERS > 1 else tl.load(p_s, m_s, other=0.0)
-        b_d = tl.zeros([BV], tl.float32)
-        if flags & READ:
-            # contractions are spelled out: which products are fused must not depend on the compiler
-            if DECAY == 2:
-                b_d = b_beta * (b_v - contract(S, b_k * decay)) if DELTA else b_beta * b_v
-                b_o = tl.fma(b_d, overlap, contract(S, b_q * decay))
-            else:
-                b_d = b_beta * tl.fma(contract(S, b_k), -decay, b_v) if DELTA else b_beta * b_v
-                b_o = tl.fma(b_d, overlap, contract(S, b_q) * decay)
-            if flags & STORE:
-                here = o_n == node
-                outputs = tl.where(here, b_o[:, None], outputs)
-                deltas = tl.where(here, b_d[:, None], deltas)
-                if WORKERS > 1:
-                    stored = tl.where(here, 1, stored)
-        else:
-            b_d = tl.sum(tl.where(o_n == node, deltas, 0.0), 1)
-        if flags & UPDATE:
-            S = advance(S, b_d, b_k, decay)
-
-    m_o = (o_n < size) & m_v[:, None]
-    if WORKERS > 1:
-        m_o &= stored > 0
-    tl.store(o + o_n * HV * V + o_v[:, None], outputs.to(o.dtype.element_ty), m_o)
+    m_o = (o_n >= tl.where(i_w == 0, nodes, size)) & (o_n < size) & m_v[:, None]
+    tl.store(o + o_n * HV * V + o_v[:, None], blank.to(o.dtype.element_ty), m_o)
     if row >= 0:
-        tl.store(factor_d + o_n * s_fdm + o_v[:, None], deltas, m_o)
+        tl.store(factor_d + o_n * s_fdm + o_v[:, None], blank, m_o)
+
+    S = S0
+    if TOUCH and NP > 1 and BV <= 16 and DECAY < 2:
+        # words of steps are asked for two steps ahead, all else one; two steps a turn, so that nothing is moved
+        step, n_step = first_step, tl.load(steps + 1, total > 1, other=0)
+        b_k, b_q, b_v, overlap, b_beta, decay = fetch(
+            step, factor_k, query, v, factor_g, scalars, s_fkm, H * K, s_vn, s_fgm, o_k, m_k, o_v, m_v, DECAY
+        )
+        for t in range(0, total, 2):
+            a_step = tl.load(steps + t + 2, t + 2 < total, other=0)
+            n_k, n_q, n_v, n_overlap, n_beta, n_decay = fetch(
+                n_step,
+                factor_k,
+                query,
+                v,
+                factor_g,
+                scalars,
+                s_fkm,
+                H * K,
+                s_vn,
+                s_fgm,
+                o_k,
+                m_k,
+                o_v,
+                m_v,
+                DECAY,
+            )
+            S = visit(
+                step, S, S0, p_s, m_s, b_k, b_q, b_v, overlap, b_beta, decay, o, factor_d, HV * V, s_fdm,
+                o_v, m_v, KI, WORKERS, DECAY, DELTA,
+            )  # fmt: skip
+            step = tl.load(steps + t + 3, t + 3 < total, other=0)
+            b_k, b_q, b_v, overlap, b_beta, decay = fetch(
+                a_step,
+                factor_k,
+                query,
+                v,
+                factor_g,
+                scalars,
+                s_fkm,
+                H * K,
+                s_vn,
+                s_fgm,
+                o_k,
+                m_k,
+                o_v,
+                m_v,
+                DECAY,
+            )
+            S = visit(
+                n_step, S, S0, p_s, m_s, n_k, n_q, n_v, n_overlap, n_beta, n_decay, o, factor_d, HV * V, s_fdm,
+                o_v, m_v, KI, WORKERS, DECAY, DELTA,
+            )  # fmt: skip
+            step, n_step = a_step, step
+    else:
+        step, n_step = first_step, tl.load(steps + 1, total > 1, other=0)
+        for t in range(total):
+            a_step = tl.load(steps + t + 2, t + 2 < total, other=0)
+            b_k, b_q, b_v, overlap, b_beta, decay = fetch(
+                step,
+                factor_k,
+                query,
+                v,
+                factor_g,
+                scalars,
+                s_fkm,
+                H * K,
+                s_vn,
+                s_fgm,
+                o_k,
+                m_k,
+                o_v,
+                m_v,
+                DECAY,
+            )
+            S = visit(
+                step, S, S0, p_s, m_s, b_k, b_q, b_v, overlap, b_beta, decay, o, factor_d, HV * V, s_fdm,
+                o_v, m_v, KI, WORKERS, DECAY, DELTA,
+            )  # fmt: skip
+            step, n_step = n_step, a_step
+
+    if PDL:
+        gdc_launch_dependents()
 
     if HAS_PENDING and WORKERS > 1:
         # The slot is written in place after all workers have read it. The last one waits for the others: programs start

@@ -2,7 +2,7 @@
 
 The weight is the large operand of the matrix units and rows are its columns: an output is the sum of the same products
 in the same order, however many rows there are. Where a weight has too few outputs to fill a device, its inputs are
-split, and whoever comes last adds the parts in their order.
+split: whoever comes last adds the parts in their order, or whoever reads them does.
 """
 
 from __future__ import annotations
@@ -11,77 +11,128 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton.counters import counters
+from specla.ops.triton.overlap import launch_options
 
-BM, BK = 64, 128  # outputs and inputs that a program multiplies at a time
+TILE = 64  # outputs of a program, by which splits are counted
 PROGRAMS = 264  # that fill a large device; a constant, since splits decide the order of a sum
 MAX_SPLIT = 8
-MAX_ROWS = 64  # side by side in a program
+STEP = 64  # inputs: what a split is a multiple of
+STORE, SWIGLU, PARTS = 0, 1, 2  # what becomes of a product
 
 
 def splits(out_features: int, in_features: int) -> int:
     """Into how many parts the inputs of a weight are split: a matter of its shape alone."""
-    wanted = triton.cdiv(PROGRAMS, triton.cdiv(out_features, BM))
-    return max(1, min(wanted, MAX_SPLIT, in_features // (2 * BK)))
+    wanted = PROGRAMS // triton.cdiv(out_features, TILE)
+    return max(1, min(wanted, MAX_SPLIT, in_features // 256))
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T` for x `[M, in]` and weight `[out, in]` of one dtype, bf16, fp16 or fp32, rows contiguous.
 
-    Sums are fp32 (fp32 inputs: three products of their parts in tf32), rounded once to x's dtype.
+    Sums are fp32 (fp32 inputs: three products of their parts in tf32), rounded once to the dtype of `out` `[M, out]`,
+    which is x's by default.
     """
-    rows, in_features = x.shape
-    out_features = weight.shape[0]
-    out = x.new_empty(rows, out_features)
-    if rows == 0:
-        return out
-    split = splits(out_features, in_features)
-    BR = min(MAX_ROWS, max(16, triton.next_power_of_2(rows)))
-    grid = (triton.cdiv(out_features, BM), triton.cdiv(rows, BR), split)
-    parts = x.new_empty((grid[0] * grid[1] * split, BM, BR) if split > 1 else (1,), dtype=torch.float32)
-    arrived = counters(grid[0] * grid[1], x.device) if split > 1 else parts
-    linear_kernel[grid](
-        x, weight, out, parts, arrived, rows, out_features, x.stride(0), weight.stride(0), out.stride(0),
-        K=in_features, KS=triton.cdiv(triton.cdiv(in_features, split), BK) * BK,
-        BM=BM, BR=BR, BK=BK, SPLIT=split, num_warps=4, num_stages=4,
-    )  # fmt: skip
+    out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
+    _launch(x, weight, out, STORE)
     return out
+
+
+def swiglu(x: Tensor, weight: Tensor) -> Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)`: `[M, width]`, for a weight `[2 width, in]` that holds gate above up."""
+    out = x.new_empty(x.shape[0], weight.shape[0] // 2)
+    _launch(x, weight, out, SWIGLU)
+    return out
+
+
+def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
+    """Parts fp32 `[P, M, out]` whose sum in their order is `x @ weight.T`, for a reader that adds them up."""
+    out = x.new_empty(splits(*weight.shape), x.shape[0], weight.shape[0], dtype=torch.float32)
+    _launch(x, weight, out, PARTS)
+    return out
+
+
+def _launch(x: Tensor, weight: Tensor, out: Tensor, epilogue: int) -> None:
+    rows, in_features = x.shape
+    outputs = weight.shape[0]
+    if rows == 0:
+        return
+    split = splits(outputs, in_features)
+    wide = x.dtype == torch.float32
+    BR = min(128, max(16, triton.next_power_of_2(rows)))
+    BM = TILE if BR == 16 else 2 * TILE
+    grid = (triton.cdiv(outputs, BM), triton.cdiv(rows, BR), split)
+    gathers = split > 1 and epilogue != PARTS
+    parts = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
+    arrived = counters(grid[0] * grid[1], x.device) if gathers else parts
+    linear_kernel[grid](
+        x, weight, out, parts, arrived, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
+        K=in_features, KS=triton.cdiv(triton.cdiv(in_features, split), STEP) * STEP,
+        BM=BM, BR=BR, BK=64 if wide or BR > 32 else 128, SPLIT=split, EPILOGUE=epilogue,
+        num_warps=BM // 16, num_stages=3 if wide or BR == 32 else 4, **launch_options(x.device),
+    )  # fmt: skip
 
 
 @triton.jit
 def linear_kernel(
-    x, weight, out, parts, arrived, rows, out_features, s_x, s_w, s_o,
+    x, weight, out, parts, arrived, rows, outputs, s_x, s_w, s_o,
     K: tl.constexpr, KS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
+    EPILOGUE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Grid: (tiles of outputs, tiles of rows, splits). A tile of SwiGLU holds gates and the values they belong to."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i_m, i_r, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    o_m, o_r, o_k = i_m * BM + tl.arange(0, BM), i_r * BR + tl.arange(0, BR), i_s * KS + tl.arange(0, BK)
-    p_w = weight + o_m.to(tl.int64)[:, None] * s_w + o_k[None, :]
-    p_x = x + o_r.to(tl.int64)[None, :] * s_x + o_k[:, None]
-    m_m, m_r = (o_m < out_features)[:, None], (o_r < rows)[None, :]
+    t_m = tl.arange(0, BM)
+    o_m = i_m * BM + t_m
+    m_m = o_m < outputs
+    if EPILOGUE == 1:
+        width = outputs // 2
+        o_m = i_m * (BM // 2) + t_m % (BM // 2)
+        m_m = o_m < width
+        o_m += tl.where(t_m < BM // 2, 0, width)
+    o_r, o_k = i_r * BR + tl.arange(0, BR), tl.arange(0, BK)
+    m_r = o_r < rows
+    end = tl.minimum(KS, K - i_s * KS)
+    p_w = weight + i_s * KS + o_m.to(tl.int64)[:, None] * s_w + o_k[None, :]
+    p_x = x + i_s * KS + o_r.to(tl.int64)[None, :] * s_x + o_k[:, None]
     b_o = tl.zeros([BM, BR], tl.float32)
     for i_k in range(0, KS, BK):
-        m_k = o_k < K - i_k
-        b_w = tl.load(p_w + i_k, m_m & m_k[None, :], other=0.0)
-        b_x = tl.load(p_x + i_k, m_r & m_k[:, None], other=0.0)
+        m_k = o_k < end - i_k
+        b_w = tl.load(p_w + i_k, m_m[:, None] & m_k[None, :], other=0.0)
+        b_x = tl.load(p_x + i_k, m_r[None, :] & m_k[:, None], other=0.0)
         b_o = tl.dot(b_w, b_x, b_o, input_precision="tf32x3")
-    last = True
-    if SPLIT > 1:
-        i_b = i_r * tl.num_programs(0) + i_m
-        p_part = (
-            parts
-            + i_b.to(tl.int64) * SPLIT * BM * BR
-            + tl.arange(0, BM)[:, None] * BR
-            + tl.arange(0, BR)[None, :]
-        )
-        tl.store(p_part + i_s * BM * BR, b_o)
-        tl.debug_barrier()
-        last = tl.atomic_add(arrived + i_b, 1) == SPLIT - 1
+    if EPILOGUE == 2:
+        p_o = out + (i_s * rows + o_r).to(tl.int64)[None, :] * s_o + o_m[:, None]
+        tl.store(p_o, b_o, m_m[:, None] & m_r[None, :])
+    else:
+        last = True
+        if SPLIT > 1:
+            i_b = i_r * tl.num_programs(0) + i_m
+            p_part = (
+                parts + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
+            )
+            tl.store(p_part + i_s * BM * BR, b_o)
+            tl.debug_barrier()
+            last = tl.atomic_add(arrived + i_b, 1) == SPLIT - 1
+            if last:
+                tl.store(arrived + i_b, 0)
+                b_o = tl.load(p_part)
+                for i in range(1, SPLIT):
+                    b_o += tl.load(p_part + i * BM * BR)
         if last:
-            tl.store(arrived + i_b, 0)
-            b_o = tl.load(p_part)
-            for i in range(1, SPLIT):
-                b_o += tl.load(p_part + i * BM * BR)
-    if last:
-        p_o = out + o_r.to(tl.int64)[None, :] * s_o + o_m[:, None]
-        tl.store(p_o, b_o.to(out.dtype.element_ty), m_m & m_r)
+            p_o = out + o_r.to(tl.int64)[None, :] * s_o
+            if EPILOGUE == 1:
+                gate, up = tl.split(tl.permute(tl.reshape(b_o, [2, BM // 2, BR]), 1, 2, 0))
+                o_h = i_m * (BM // 2) + tl.arange(0, BM // 2)
+                b_h = gate * tl.sigmoid(gate) * up
+                tl.store(
+                    p_o + o_h[:, None],
+                    b_h.to(out.dtype.element_ty),
+                    (o_h < outputs // 2)[:, None] & m_r[None, :],
+                )
+            else:
+                tl.store(p_o + o_m[:, None], b_o.to(out.dtype.element_ty), m_m[:, None] & m_r[None, :])

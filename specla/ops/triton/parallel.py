@@ -7,6 +7,7 @@ of K, through the matrix units. Bits differ from those of one-token decoding.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton.pending import keep_touched, pending_state, touch_nodes
 from specla.ops.triton.prepare import BETA, FIELDS, KEY_SCALE, LOG_DECAY, QUERY_SCALE, prepare_nodes
@@ -42,9 +43,11 @@ def parallel_kernel(
     DECAY: tl.constexpr, DELTA: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr,
     HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_PENDING: tl.constexpr,
     BY_SLOT: tl.constexpr, PREPARED: tl.constexpr, TOUCH: tl.constexpr,
-    HALVES: tl.constexpr,
+    HALVES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of V x value heads, rows)."""
+    if PDL:
+        gdc_wait()
     i_v, i_hv = tl.program_id(0) % tl.cdiv(V, BV), tl.program_id(0) // tl.cdiv(V, BV)
     i_b = tl.program_id(1).to(tl.int64)
     i_h = i_hv // (HV // H)
@@ -183,6 +186,8 @@ def parallel_kernel(
     outputs = read_q * (decay * q_scale)[None, :]
     outputs = tl.dot(D, tl.trans(scaled * qk * q_scale[:, None]), outputs, input_precision="tf32x3")
 
+    if PDL:
+        gdc_launch_dependents()
     m_o = (o_n < size)[None, :] & m_v[:, None]
     p_o = o + ((i_b * size + o_n[None, :]) * HV + i_hv) * V + o_v[:, None]
     tl.store(p_o, tl.where(m_n[None, :], outputs, 0.0).to(o.dtype.element_ty), m_o)

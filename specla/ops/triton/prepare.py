@@ -6,6 +6,7 @@ once for all of them. The arithmetic is the same, and so are the bits.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.elementwise import L2_EPS
 
@@ -107,9 +108,12 @@ def prepare_kernel(
     s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_gb, s_gn, s_gh, s_bb, s_bn, s_fkr, s_fkm, s_fgr, s_fgm, size,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, KC: tl.constexpr, KI: tl.constexpr, BN: tl.constexpr,
     DECAY: tl.constexpr, GATE: tl.constexpr, NORM: tl.constexpr, HAS_BETA: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, BY_SLOT: tl.constexpr, KEEP_QUERY: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, BY_SLOT: tl.constexpr, KEEP_QUERY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of nodes, value heads, rows)."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i_n, i_hv, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_h = i_hv // (HV // H)
     slot = i_b

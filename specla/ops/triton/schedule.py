@@ -35,6 +35,7 @@ class Schedule(NamedTuple):
     """What the workers of each tree do, and who lies above whom."""
 
     lineage: Tensor  # int64 [B, N]: bit j of entry i says that j is i or lies above i; 0 for padding
+    depth: Tensor  # int32 [B, N]: edges from the root; -1 for padding
     steps: Tensor  # int32 [B, W, L], unspecified beyond count
     count: Tensor  # type: ignore[assignment]  # int32 [B, W]; hides tuple.count
 
@@ -80,6 +81,7 @@ def build(parent: Tensor, num_nodes: Tensor, workers: int = 1, out: Schedule | N
     length = envelope(size)
     kinds: tuple[tuple[list[int], torch.dtype], ...] = (
         ([batch, size], torch.int64),
+        ([batch, size], torch.int32),
         ([batch, workers, length], torch.int32),
         ([batch, workers], torch.int32),
     )
@@ -124,7 +126,7 @@ _made: WeakKeyDictionary[Tree, dict[int, Schedule]] = WeakKeyDictionary()
 
 @triton.jit
 def schedule_kernel(
-    parent, num_nodes, lineage, steps, count, s_pb, s_pn,
+    parent, num_nodes, lineage, depths, steps, count, s_pb, s_pn,
     N: tl.constexpr, L: tl.constexpr, WORKERS: tl.constexpr, LOG_P: tl.constexpr, LOG_W: tl.constexpr,
     VISIT: tl.constexpr, UPDATE: tl.constexpr, REPLAY: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
@@ -146,6 +148,7 @@ def schedule_kernel(
     # tables [P, P]: entry (i, j) tells something of node i by node j
     on = ((line[:, None] >> node.to(tl.int64)[None, :]) & 1).to(tl.int32)
     depth = tl.sum(on, 1) - 1
+    tl.store(depths + i_b * N + node, depth, node < N)
     weight = tl.sum(on, 0) * P + (P - 1 - node)  # the size of the subtree, lower ids first among equals
     child = below[:, None] & (above[:, None] == node[None, :])
     heaviest = tl.max(tl.where(child, weight[:, None], 0), 0)

@@ -11,6 +11,7 @@ from specla.ops.gate import Gate
 from specla.ops.triton.common import CHUNK
 from specla.ops.triton.counters import counters
 from specla.ops.triton.exact import exact_kernel
+from specla.ops.triton.overlap import launch_options
 from specla.ops.triton.parallel import parallel_kernel
 from specla.ops.triton.prepare import FIELDS, prepare_kernel
 from specla.ops.triton.schedule import schedule_of
@@ -86,7 +87,7 @@ def verify(
         prepare_kernel[(triton.cdiv(size, 16), value_heads, batch)](
             q, k, g, beta, A_log, dt_bias, slots, num_nodes, factors.k, factors.g, query, scalars,
             scale, beta_scale, *q.stride()[:3], *k.stride()[:3], *s_gates, *s_factors[:2], *s_factors[4:], size,
-            BN=16, KEEP_QUERY=config.mode != "parallel", **sizes, **rule, num_warps=4,
+            BN=16, KEEP_QUERY=config.mode != "parallel", **sizes, **rule, num_warps=4, **launch_options(q.device),
         )  # fmt: skip
 
     held, path, count = (factors, slots, slots) if pending is None else pending
@@ -100,7 +101,7 @@ def verify(
     how = {
         "V": dim_v, "BV": config.block_v, "DELTA": delta, "HAS_PENDING": pending is not None,
         "PREPARED": config.prepared, "TOUCH": config.registers is None,
-        "num_warps": config.num_warps, "maxnreg": config.registers,
+        "num_warps": config.num_warps, "maxnreg": config.registers, **launch_options(q.device),
     }  # fmt: skip
     if config.mode == "parallel":
         nodes = max(16, triton.next_power_of_2(size))

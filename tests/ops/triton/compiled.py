@@ -15,9 +15,12 @@ from triton.runtime.jit import JITFunction
 
 from specla.ops.factors import Factors, Pending
 from specla.ops.gate import Gate
+from specla.ops.triton import overlap
+from specla.ops.triton.chunk import chunk_prefill
 from specla.ops.triton.commit import commit
 from specla.ops.triton.conv import conv_commit, tree_conv
-from specla.ops.triton.linear import linear
+from specla.ops.triton.linear import linear, linear_parts, swiglu
+from specla.ops.triton.norm import add_norm, embed_norm, gated_norm
 from specla.ops.triton.schedule import build
 from specla.ops.triton.tuning import Config
 from specla.ops.triton.verify import verify
@@ -72,8 +75,20 @@ def verification(
     )  # fmt: skip
 
 
+def prefill(
+    dtype: torch.dtype, dims: tuple[int, int] = (64, 64), ints: torch.dtype = torch.int64, gated: bool = False
+) -> None:
+    q, k, v = (torch.zeros(2, 40, h, d, dtype=dtype) for h, d in ((1, dims[0]), (1, dims[0]), (2, dims[1])))
+    gate, index = Gate(torch.zeros(2), torch.zeros(2), 2.0) if gated else None, torch.zeros(2, dtype=ints)
+    chunk_prefill(
+        q, k, v, torch.zeros(2, 40, 2), torch.zeros(2, 40, 2), state=torch.zeros(4, 2, dims[1], dims[0]),
+        state_indices=index, lengths=index, gate=gate, normalise=not gated,
+    )  # fmt: skip
+
+
 def main() -> None:
     JITFunction.run = compile_instead
+    overlap.overlaps = lambda device: True
     verification(Config("serial", 16), gated=True)
     verification(Config("serial", 16, prepared=True), dims=(96, 40), decay=2, gated=True, dtype=torch.float16)
     verification(Config("hybrid", 32, workers=2), size=17, ints=torch.int32)
@@ -88,12 +103,23 @@ def main() -> None:
         commit(torch.zeros(3, 4, 2, 64, 64), bank, path, count, count, by_slot=True)
         x, weight, window = torch.zeros(2, 9, 64).bfloat16(), torch.zeros(64, 4), torch.zeros(4, 64, 3)
         tree = Tree.chain(9, 2)
-        tree_conv(x, tree.parent, tree.num_nodes, weight, weight[:, 0], window, count, (x, path, count))
+        tree_conv(
+            x, tree.parent, tree.num_nodes, weight, weight[:, 0], window, count, (x, path, count), keep=x
+        )
         conv_commit(window, x, path, count, count)
     for workers in (1, 3):
         build(Tree.chain(17, 2).parent, Tree.chain(17, 2).num_nodes, workers)
     for dtype, rows in ((torch.bfloat16, 1), (torch.float32, 40)):
-        linear(torch.zeros(rows, 1024, dtype=dtype), torch.zeros(100, 1024, dtype=dtype))
+        x, weight = torch.zeros(rows, 1024, dtype=dtype), torch.zeros(100, 1024, dtype=dtype)
+        linear(x, weight)
+        swiglu(x, weight)
+        stream = torch.zeros(rows, 100)
+        add_norm(stream, linear_parts(x, weight), stream[0], 1e-6, dtype, stream)
+        embed_norm(stream[:, 0].int(), weight, weight[0], 1e-6)
+        gated_norm(x.view(rows, 4, 256), x, x[0], 1e-6, False, dtype)
+    prefill(torch.bfloat16, (256, 256))
+    prefill(torch.float16, (96, 40), torch.int32, gated=True)
+    prefill(torch.float32)
     print("all compiled")
 
 

@@ -175,6 +175,71 @@ def test_all_layers_at_once_from_banks_by_slot_have_the_bits_of_each_alone() -> 
     assert same_bits(y, y_rows) and same_bits(state, state_rows) and same_bits(state, got[0])
 
 
+@settings(max_examples=12)
+@given(
+    convs(torch.float32, poisoned=True),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.booleans(),
+    st.integers(0, 3),
+)
+def test_inputs_are_kept_as_they_will_be_committed_and_nothing_else_is_written(
+    case: dict[str, Any], window: torch.dtype, by_slot: bool, spare: int
+) -> None:
+    call, slots = case["call"], case["slots"]
+    call |= {"conv_state": call["conv_state"].to(window)}
+    if DEVICE.type == "cpu":  # the interpreter cuts where a GPU rounds
+        call |= {"x": call["x"].to(window).float()}
+    x, tree = call["x"], call["tree"]
+    batch, size, channels = x.shape
+    if by_slot and call["pending"] is not None:
+        before = call["pending"].x
+        bank = torch.full((len(call["conv_state"]), *before.shape[1:]), torch.nan)
+        for b, slot in enumerate(slots):
+            if slot >= 0:
+                bank[slot] = before[b]
+        call |= {"pending": call["pending"]._replace(x=bank)}
+    rows = len(call["conv_state"]) if by_slot else batch
+    whole = torch.full((rows, size + spare, channels + 3), -77.0)  # rows of a bank may lie apart
+    want = whole.clone()
+    for b, slot in enumerate(slots):
+        nodes = int(tree.num_nodes[b])
+        if slot >= 0:
+            want[slot if by_slot else b, :nodes, :channels] = x[b, :nodes].to(window).float()
+    whole = whole.to(DEVICE)
+    y, state = run(call, by_slot=by_slot, keep=whole[..., :channels])
+    assert same_bits(whole.cpu(), want)
+    y_plain, state_plain = run(call, by_slot=by_slot)
+    assert same_bits(y, y_plain) and same_bits(state, state_plain)
+
+
+def test_rounds_that_commit_what_they_kept_are_rounds_that_commit_their_inputs() -> None:
+    """Two banks by slot in turns, with rows in the order of slots and a row that pauses."""
+    rng, size = torch.Generator().manual_seed(0), 6
+    windows = torch.randn(3, 3, 70, generator=rng).transpose(1, 2)
+    banks = torch.full((2, 3, size + 2, 70), torch.nan, device=DEVICE)
+    weight, own, kept = torch.randn(70, 4, generator=rng), windows, windows
+    pending, held = None, None
+    for turn in range(4):
+        parents = [random_parent("random", size, rng) for _ in range(3)]
+        rows = torch.tensor([0, -1, 2], dtype=torch.int32)
+        call = {
+            "x": torch.randn(3, size, 70, generator=rng),
+            "tree": Tree(parents),
+            "weight": weight,
+            "bias": None,
+        }
+        y, own = run(call, conv_state=own, pending=pending, state_indices=rows)
+        y_kept, kept = run(
+            call, conv_state=kept, pending=held, state_indices=rows, by_slot=True, keep=banks[turn % 2]
+        )
+        assert same_bits(y, y_kept) and same_bits(own, kept)
+        paths = [path_to(parent, size - 1) for parent in parents]
+        path = torch.tensor([ids + [10**9] * (size - len(ids)) for ids in paths])
+        count = torch.tensor([len(ids) - turn % 2 for ids in paths])
+        pending, held = (call["x"], path, count), (banks[turn % 2], path, count)
+    assert banks[:, 1].isnan().all() and banks[:, :, size:].isnan().all()
+
+
 def test_a_padding_row_writes_nothing_before_the_first_slot() -> None:
     rng = torch.Generator().manual_seed(0)
     pool, x = torch.randn(3, 5, 3, generator=rng).to(DEVICE), torch.randn(2, 4, 5, generator=rng).to(DEVICE)

@@ -55,6 +55,7 @@ def garbled(rows: list[list[int]], size: int, seed: int = 0) -> tuple[Tensor, Te
 def poisoned(batch: int, size: int, workers: int) -> Schedule:
     return Schedule(
         torch.full((batch, size), -77, dtype=torch.int64, device=DEVICE),
+        torch.full((batch, size), -77, dtype=torch.int32, device=DEVICE),
         torch.full((batch, workers, envelope(size)), 2**31 - 1, dtype=torch.int32, device=DEVICE),
         torch.full((batch, workers), -77, dtype=torch.int32, device=DEVICE),
     )
@@ -162,16 +163,19 @@ def test_trees_of_many_nodes(parent: list[int], workers: int) -> None:
     made = build(*garbled([parent], len(parent)), workers, out=poisoned(1, len(parent), workers))
     (lists,) = unpack(made)
     assert lists == reference(parent, workers)
+    assert torch.equal(made.depth.cpu(), Tree(parent).depth)
     run(parent, lists)
 
 
 @given(forests(), st.integers(0, 3))
-def test_a_lineage_is_the_bits_of_the_trees(rows: list[list[int]], extra: int) -> None:
+def test_lineage_and_depth_are_those_of_the_trees(rows: list[list[int]], extra: int) -> None:
     size = min(max(map(len, rows)) + extra, MAX_NODES)
-    lineage = build(*garbled(rows, size), out=poisoned(len(rows), size, 1)).lineage.cpu()
+    made = build(*garbled(rows, size), out=poisoned(len(rows), size, 1))
+    lineage = made.lineage.cpu()
     bits = (lineage[..., None] >> torch.arange(size)) & 1
     tree = tree_of(rows, size)
     assert torch.equal(bits.bool(), tree.lineage & tree.valid[..., None])
+    assert torch.equal(made.depth.cpu(), tree.depth)
 
 
 @given(forests(), workers)
@@ -187,11 +191,12 @@ def test_a_row_without_nodes_has_no_steps() -> None:
     made = build(*garbled([[], [-1]], 3), 2, out=poisoned(2, 3, 2))
     assert made.count.tolist() == [[0, 0], [1, 0]]
     assert made.lineage.tolist() == [[0, 0, 0], [1, 0, 0]]
+    assert made.depth.tolist() == [[-1, -1, -1], [0, -1, -1]]
 
 
 def test_a_batch_without_rows_has_a_schedule_without_rows() -> None:
     made = build(*garbled([], 3), 2)
-    assert [list(x.shape) for x in made] == [[0, 3], [0, 2, envelope(3)], [0, 2]]
+    assert [list(x.shape) for x in made] == [[0, 3], [0, 3], [0, 2, envelope(3)], [0, 2]]
 
 
 @pytest.mark.parametrize("size", range(1, 9))

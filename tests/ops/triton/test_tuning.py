@@ -159,3 +159,14 @@ def test_a_mode_that_does_not_exist_is_refused():
     with pytest.raises(ValueError, match="mode must be one of auto, serial, parallel, hybrid, got 'fast'"):
         asked("fast")
     assert device_name(CPU) == "cpu"
+
+
+def test_what_is_shipped_are_tables_of_the_device_in_their_name() -> None:
+    paths = sorted((Path(tuning.__file__).parent / "tables").glob("*.json"))
+    assert [path.stem for path in paths] == ["NVIDIA_H200"]
+    for path in paths:
+        table = read_table(path)
+        assert table["device"].replace(" ", "_") == path.stem
+        assert {(entry["batch"], entry["nodes"]) for entry in table["entries"]} == {
+            (batch, nodes) for batch in (1, 8, 32, 128) for nodes in (1, 16, 32)
+        }
