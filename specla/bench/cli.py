@@ -34,7 +34,15 @@ def add_bench(commands: Any) -> None:
     )
     p.add_argument("--limit", type=int, metavar="N", help="take N prompts, spread evenly")
     p.add_argument("--max-tokens", type=int, default=128, metavar="N")
-    p.add_argument("--batch-size", type=int, default=1, metavar="B", help="sequences that run together")
+    p.add_argument(
+        "--random",
+        metavar="SHAPE",
+        help="instead of a model, random weights of this shape on a GPU and acceptance that is told: gdn-1.3b or tiny",
+    )
+    p.add_argument(
+        "--batch-size", type=int, nargs="+", default=[1], metavar="B",
+        help="sequences that run together; several with --random",
+    )  # fmt: skip
     p.add_argument(
         "--repeat",
         type=int,
@@ -136,10 +144,17 @@ def run_generate(args: argparse.Namespace) -> int:
     from specla.bench.generate import UnrepeatableError
     from specla.bench.report import measure_all, print_tables
 
-    for name, least, most in (("limit", 1, 10**6), ("max_tokens", 2, 10**6), ("batch_size", 1, 4096),
+    if not all(1 <= batch <= 4096 for batch in args.batch_size):
+        raise ValueError(f"--batch-size must be in 1..4096, got {' '.join(map(str, args.batch_size))}")
+    for name, least, most in (("limit", 1, 10**6), ("max_tokens", 2, 10**6),
                               ("repeat", 1, 10**4), ("rounds", 0, 10**6), ("threads", 1, 4096)):  # fmt: skip
         _check_range(args, name, least, most)
     output = _output("--output", args.output)
+    if args.random is not None:
+        return _run_random(args, output)
+    if len(args.batch_size) > 1:
+        raise ValueError("several of --batch-size need --random")
+    args.batch_size = args.batch_size[0]
     try:
         report = measure_all(args, sys.argv)
     except UnrepeatableError as error:
@@ -150,6 +165,18 @@ def run_generate(args: argparse.Namespace) -> int:
     for line in report["errors"]:
         print(f"specla bench: error: {line}", file=sys.stderr)
     print(json.dumps(report))
+    return 1 if report["errors"] else 0
+
+
+def _run_random(args: argparse.Namespace, output: Path | None) -> int:
+    """Rounds of a random target: tables as they come, then the JSON document; 1 when a text differs."""
+    from specla.bench.report import measure_random
+
+    report = measure_random(args, sys.argv)
+    _save(report, output)
+    print(json.dumps(report))
+    for line in report["errors"]:
+        print(f"specla bench: error: {line}", file=sys.stderr)
     return 1 if report["errors"] else 0
 
 

@@ -18,8 +18,8 @@ from specla.bench.prompts import BenchPrompt
 from specla.drafters import SyntheticDrafter
 from specla.drafters.network import Eagle
 from specla.engine.drafting import make_drafter
-from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.resident import make_engine
 from specla.models.target import Target
 
 
@@ -143,7 +143,8 @@ def decode(
     """
     seed = ((params.seed or 0) << 20) + number
     drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed, len(prompts))
-    engine = Engine(target, drafter, way.config, max_num_seqs=len(prompts))
+    engine = make_engine(target, drafter, way.config, max_num_seqs=len(prompts))
+    engine.prepare(params)
     sequences = [engine.add(ids, params) for ids in prompts]
     if isinstance(drafter, SyntheticDrafter):
         assert references is not None

@@ -9,6 +9,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from datetime import datetime, timezone
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +103,55 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
         ],
         "versions": {"specla": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(argv[0]).stem.replace("__main__", "specla"), *argv[1:]]),
+        "command": _command(argv),
     }
+
+
+def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+    """Rounds of a target with random weights, JSON-ready.
+
+    Raises:
+        ValueError: for an unknown shape, a model beside it, or without a GPU and Triton.
+    """
+    from specla.bench.resident import SHAPES, measure as measure_rounds
+    from specla.engine.llm import resolve_device
+
+    if args.random not in SHAPES:
+        raise ValueError(f"--random must be one of {', '.join(SHAPES)}, got {args.random!r}")
+    if args.model is not None or args.drafter is not None or given(args):
+        raise ValueError("--random goes with neither a model nor a drafter")
+    device = resolve_device(args.device)
+    if device.type != "cuda" or find_spec("triton") is None:
+        raise ValueError("--random needs a CUDA device and triton: pip install 'specla[gpu]'")
+    report = measure_rounds(
+        SHAPES[args.random], args.batch_size, args.temperature, args.seed, args.repeat, device
+    )
+    differing = [
+        f"batch {made['batch']}, {row['name']}: the tokens differ from plain decoding's"
+        for made in report["batches"]
+        for row in made["ways"]
+        if not row["identical"]
+    ]
+    return {
+        "benchmark": "rounds",
+        "shape": args.random,
+        "device": torch.cuda.get_device_name(device),
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "repeat": args.repeat,
+        **report,
+        "errors": differing,
+        "versions": {
+            "specla": __version__, "torch": torch.__version__, "triton": version("triton"),
+            "python": platform.python_version(),
+        },
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": _command(argv),
+    }  # fmt: skip
+
+
+def _command(argv: Sequence[str]) -> str:
+    return shlex.join([Path(argv[0]).stem.replace("__main__", "specla"), *argv[1:]])
 
 
 def print_tables(report: dict[str, Any]) -> None:

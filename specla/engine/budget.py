@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specla.engine.params import SpeculativeConfig
 
 CHOICES = (0, 4, 8, 16)
@@ -18,26 +20,32 @@ class Budget:
     so that a hopeless drafter costs next to nothing.
     """
 
-    def __init__(self, config: SpeculativeConfig):
+    def __init__(self, config: SpeculativeConfig, choices: Sequence[int] = CHOICES):
         chosen = config.num_speculative_tokens
         self.fixed = None if isinstance(chosen, str) else chosen
-        self._tokens = dict.fromkeys(CHOICES, 0.0)
-        self._seconds = dict.fromkeys(CHOICES, 0.0)
-        self._last = dict.fromkeys(CHOICES, 0)
-        self._wait = dict.fromkeys(CHOICES, FIRST_WAIT)
-        self._due = {choice: n for n, choice in enumerate(reversed(CHOICES))}
+        self.choices = choices
+        self._tokens = dict.fromkeys(choices, 0.0)
+        self._seconds = dict.fromkeys(choices, 0.0)
+        self._last = dict.fromkeys(choices, 0)
+        self._wait = dict.fromkeys(choices, FIRST_WAIT)
+        self._due = {choice: n for n, choice in enumerate(reversed(choices))}
         self._round = -1  # the first round warms up and does not count
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """What `choose` may answer."""
+        return self.choices if self.fixed is None else (self.fixed,)
 
     @property
     def best(self) -> int:
         """The choice with the most tokens a second so far; the largest before any is known."""
-        return max(CHOICES, key=self._rate) if any(self._seconds.values()) else CHOICES[-1]
+        return max(self.choices, key=self._rate) if any(self._seconds.values()) else self.choices[-1]
 
     def choose(self) -> int:
         """Drafts for the next round at most."""
         if self.fixed is not None:
             return self.fixed
-        due = [choice for choice in CHOICES if choice != self.best and self._due[choice] <= self._round]
+        due = [choice for choice in self.choices if choice != self.best and self._due[choice] <= self._round]
         return due[-1] if due else self.best
 
     def observe(self, choice: int, tokens: float, seconds: float) -> None:

@@ -107,6 +107,9 @@ class Engine:
         self.drafter.forget(sequence.key)
         sequence.finish_reason = sequence.finish_reason or "abort"
 
+    def prepare(self, params: SamplingParams) -> None:
+        """Do beforehand what would delay the first rounds of a full batch of such requests."""
+
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
@@ -117,10 +120,7 @@ class Engine:
         Returns:
             the sequences that grew.
         """
-        while self.waiting and self.pool.num_free:
-            sequence = self.waiting.popleft()
-            sequence.slot = self.pool.alloc()
-            self._start(sequence)
+        self.admit()
         batch = sorted(
             self.running, key=lambda sequence: sequence.slot or 0
         )  # neighbours are views, not copies
@@ -139,12 +139,23 @@ class Engine:
         tokens = sum(s.metrics.num_tokens for s in batch) - before
         if budgeted:
             self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
+        self._let_go(batch)
+        return batch
+
+    def _let_go(self, batch: list[Sequence]) -> None:
+        """Of the sequences of a round, those that have ended run no more."""
         for sequence in batch:
             if sequence.finish_reason:
                 self.running.remove(sequence)
                 if not sequence.keep_slot:
                     self.release(sequence)
-        return batch
+
+    def admit(self) -> None:
+        """Give free slots to those who wait, and read their prompts."""
+        while self.waiting and self.pool.num_free:
+            sequence = self.waiting.popleft()
+            sequence.slot = self.pool.alloc()
+            self._start(sequence)
 
     def _start(self, sequence: Sequence) -> None:
         """Read all tokens but the last, which is the first root, and let the sequence run."""
@@ -169,10 +180,14 @@ class Engine:
         def read(features: Tensor) -> None:
             nonlocal done
             count = features.shape[1]
-            self.drafter.observe(sequence.key, features[0], following[done : done + count])
+            self._show(sequence, features[0], following[done : done + count])
             done += count
 
         return Tap(self.drafter.layer_ids, read) if self.drafter.layer_ids else None
+
+    def _show(self, sequence: Sequence, features: Tensor, following: list[int]) -> None:
+        """Let the drafter see features `[T, F]` of a prompt, and the token that follows each."""
+        self.drafter.observe(sequence.key, features, following)
 
     def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = self.target.config.eos_token_id

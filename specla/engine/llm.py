@@ -11,9 +11,9 @@ import torch
 
 from specla.drafters import Drafter, NoDrafter, SyntheticDrafter
 from specla.engine.drafting import choose_drafter, load_network, make_drafter
-from specla.engine.engine import Engine
 from specla.engine.outputs import RequestOutput
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer, check_sampling
+from specla.engine.resident import make_engine
 from specla.engine.sequence import Sequence
 from specla.engine.session import Session, advance
 from specla.engine.text import Prompt, TextStream, encode_prompt, make_output, with_end_tokens
@@ -73,7 +73,7 @@ class LLM:
                                  f"has {vocab_size} tokens")  # fmt: skip
         network = load_network(chosen, self.target)
         self.drafter = make_drafter(network, self.config, vocab_size, seed, max_num_seqs)
-        self._engine = Engine(self.target, self.drafter, self.config, max_num_seqs, seed)
+        self._engine = make_engine(self.target, self.drafter, self.config, max_num_seqs, seed)
 
     def generate(
         self, prompts: Prompt | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
@@ -124,7 +124,7 @@ class LLM:
         other = copy.copy(self)
         other.drafter = drafter
         engine = self._engine
-        other._engine = Engine(self.target, drafter, self.config, len(engine.pool.length), engine.seed)
+        other._engine = make_engine(self.target, drafter, self.config, len(engine.pool.length), engine.seed)
         return other
 
     def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:

@@ -1,0 +1,224 @@
+"""The engine whose rounds never leave the GPU: a round is launched before the one ahead of it has been looked at."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specla.drafters import Drafter, NoDrafter
+from specla.engine.budget import Budget
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.sequence import Sequence
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.target import Target
+from specla.resident.forward import supports
+from specla.resident.proposers import has_twin, twin_of
+from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape
+from specla.resident.walk import NOT_FINITE
+from specla.sampling import Plan
+
+MOST = 1 << 30  # tokens that a slot counts down from
+CHOICES = (0, 3, 7, 15)  # drafts, so that trees have 1, 4, 8 or 16 nodes
+
+
+class _Launched(NamedTuple):
+    """A round whose outcome has not been looked at."""
+
+    flight: Flight
+    sequences: dict[int, Sequence]  # by slot
+    budget: int
+    timed: bool  # whether rounds alone have kept device and host since the launch before
+
+
+def make_engine(
+    target: Target, drafter: Drafter, config: SpeculativeConfig, max_num_seqs: int = 8, seed: int = 0
+) -> Engine:
+    """The resident engine where target and drafter have kernels for all of a round, else the one that runs anywhere."""
+    if ResidentEngine.takes(target, drafter, config):
+        return ResidentEngine(target, drafter, config, max_num_seqs, seed)
+    return Engine(target, drafter, config, max_num_seqs, seed)
+
+
+class ResidentEngine(Engine):
+    """Runs rounds as CUDA graphs, one ahead of what the host has seen.
+
+    A sequence that ends by a token or by its length ends on the device, where the round is. One that `should_stop` ends
+    has run a round too many by then, which is dropped with its slot; those that keep their slot hence run in step.
+    """
+
+    target: GatedDeltaNet
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter,
+        config: SpeculativeConfig,
+        max_num_seqs: int = 8,
+        seed: int = 0,
+    ):
+        super().__init__(target, drafter, config, max_num_seqs, seed)
+        assert isinstance(target, GatedDeltaNet)
+        proposer = twin_of(drafter, max_num_seqs, self.pool.max_nodes, HISTORY, self.pool.device)
+        self.rounds = Rounds(target, self.pool, proposer, config.verify)
+        if isinstance(drafter, NoDrafter):
+            config = replace(config, num_speculative_tokens=0)
+        self.budget = Budget(config, CHOICES)
+        self._flights: deque[_Launched] = deque()
+        self._timed, self._landed_at = False, 0.0
+
+    @staticmethod
+    def takes(target: Target, drafter: Drafter, config: SpeculativeConfig) -> bool:
+        """Whether all of a round can run on the device."""
+        return (
+            isinstance(target, GatedDeltaNet)
+            and supports(target)
+            and config.max_draft + 1 <= 64
+            and has_twin(drafter)
+        )
+
+    @torch.inference_mode()
+    def prepare(self, params: SamplingParams) -> None:
+        batch = self.rounds.bucket(self.rounds.num_slots)
+        for budget in self.budget.sizes:
+            self.rounds.prepare(Shape(batch, budget + 1, plan_of([params]), 0))
+
+    @torch.inference_mode()
+    def admit(self) -> None:
+        super().admit()
+
+    @torch.inference_mode()
+    def step(self) -> list[Sequence]:
+        """As that of `Engine`; the sequences that grew did so in a round before the latest one."""
+        self.admit()
+        try:
+            while self.running or self._flights:
+                in_step = any(sequence.keep_slot for sequence in self.running)
+                while self._wanted() and len(self._flights) < (1 if in_step else 2):
+                    self._launch()
+                grown = self._land()
+                if grown:
+                    return grown
+        except FloatingPointError:
+            raise
+        except BaseException:
+            self._abandon()
+            raise
+        return []
+
+    def release(self, sequence: Sequence) -> None:
+        if sequence.slot is not None:
+            self.rounds.stop(sequence.slot)
+        super().release(sequence)
+
+    def _start(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._disturb()
+        rounds, params, vocab = self.rounds, sequence.params, self.target.config.vocab_size
+        rounds.proposer.clear(sequence.slot)
+        super()._start(sequence)
+        try:
+            rounds.slots.admit(
+                sequence.slot, sequence.tokens, remaining=min(params.max_tokens, MOST), temperature=params.temperature,
+                seed=sequence.seed, stop_ids=sorted(i for i in sequence.stop_ids if i < vocab)[:STOPS],
+            )  # fmt: skip
+            rounds.narrow.admit(
+                sequence.slot, sequence.tokens, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+                repetition_penalty=params.repetition_penalty,
+            )  # fmt: skip
+            rounds.proposer.admit(sequence.slot, sequence.key, rounds.size)
+            rounds.rows[sequence.slot] = sequence.slot
+        except BaseException:
+            sequence.finish_reason = "error"
+            self.release(sequence)
+            raise
+
+    def _show(self, sequence: Sequence, features: Tensor, following: list[int]) -> None:
+        assert sequence.slot is not None
+        self.rounds.proposer.read(sequence.slot, features, following)
+
+    def _wanted(self) -> bool:
+        """Whether a further round can bring anything: every round in flight takes a token at least."""
+        return any(sequence.draft_limit + 1 > len(self._flights) for sequence in self.running)
+
+    def _launch(self) -> None:
+        sequences = {sequence.slot: sequence for sequence in self.running if sequence.slot is not None}
+        budget = self.budget.choose()
+        plan = plan_of([sequence.params for sequence in self.running])
+        prepared = self.rounds.num_prepared
+        flight = self.rounds.launch(max(sequences) + 1, budget + 1, budget, plan)
+        if self.rounds.num_prepared > prepared:
+            self._disturb()
+        self._flights.append(_Launched(flight, sequences, budget, self._timed))
+        self._timed = True
+
+    def _disturb(self) -> None:
+        """A prompt or a capture comes between rounds: the times of those around it tell nothing."""
+        self._timed = False
+        self._flights = deque(launched._replace(timed=False) for launched in self._flights)
+
+    def _land(self) -> list[Sequence]:
+        """Take in the oldest round in flight."""
+        launched = self._flights.popleft()
+        outcome = launched.flight.wait()
+        now = time.perf_counter()
+        grown: list[Sequence] = []
+        lost: list[Sequence] = []
+        tokens = 0
+        for slot, sequence in launched.sequences.items():
+            if sequence.finish_reason:  # in the round before
+                continue
+            row = outcome.tokens[slot].tolist()
+            taken, accepted, drafted, reason = outcome.counts[slot].tolist()
+            if reason == NOT_FINITE:
+                sequence.finish_reason = "error"
+                lost.append(sequence)
+                continue
+            kept = sequence.extend(row[:accepted], row[accepted] if taken > accepted else -1, drafted)
+            if sequence.finish_reason is not None and sequence.keep_slot:
+                self._settle(slot, kept)
+            tokens += kept
+            grown.append(sequence)
+        if grown and launched.timed:
+            self.budget.observe(launched.budget, tokens / len(grown), now - self._landed_at)
+        self._landed_at = now
+        self._let_go(grown)
+        for sequence in lost:
+            self.release(sequence)
+        if lost:
+            raise FloatingPointError("the target's logits are not finite")
+        return grown
+
+    def _abandon(self) -> None:
+        """After a failure nobody knows where the sequences stand."""
+        self._flights.clear()
+        lost, self.running = self.running, []
+        for sequence in lost:
+            sequence.finish_reason = "error"
+            with suppress(RuntimeError):  # a device that has failed fails again
+                self.release(sequence)
+
+    def _settle(self, slot: int, kept: int) -> None:
+        """Commit what a sequence that keeps its slot has taken of its last round, and leave it out of the next ones."""
+        self.rounds.stop(slot)
+        self.rounds.slots.count[slot] = kept
+        self.rounds.flush(slot)
+
+
+def plan_of(params: list[SamplingParams]) -> Plan:
+    """What the draws of these requests need; few plans, since each has its own graphs."""
+    warm = [p for p in params if p.temperature > 0]
+    whole = any(p.top_p < 1 and p.top_k < 0 for p in warm)
+    most = max((p.top_k for p in warm), default=-1)
+    return Plan(
+        noise=bool(warm),
+        penalty=any(p.repetition_penalty != 1 for p in params),
+        ranks=-1 if whole else 1 << (most - 1).bit_length() if most > 0 else 0,
+        min_p=any(p.min_p > 0 for p in warm),
+    )

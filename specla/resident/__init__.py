@@ -1,0 +1,1 @@
+"""The round that never leaves a GPU."""

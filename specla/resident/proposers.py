@@ -1,0 +1,136 @@
+"""What drafts inside a round: the drafters whose proposals need nothing from the host."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.resident import eagle
+from specla.resident.eagle import Eagle
+from specla.resident.lookup import Drafts, lookup
+from specla.resident.slots import Slots
+from specla.resident.synthetic import synthetic
+from specla.resident.walk import Outcome
+
+
+class Proposer(Protocol):
+    """Fills trees by launches that a graph can hold. Batch rows are slots.
+
+    layer_ids: residual streams of the target that it reads. kept: tensors that it carries from round to round.
+    """
+
+    layer_ids: tuple[int, ...]
+    kept: list[Tensor]
+
+    def clear(self, slot: int) -> None:
+        """A sequence is to begin in a slot."""
+
+    def read(self, slot: int, features: Tensor, following: list[int]) -> None:
+        """The target has read a stretch of its prompt: features `[T, F]` and the token after each."""
+
+    def admit(self, slot: int, key: int, size: int) -> None:
+        """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
+
+    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+        """One tree a row, of at most `limit` int32 `[1]` drafts that can still be of use."""
+
+    def taps(self, batch: int, size: int) -> dict[int, Tensor]:
+        """Where the streams of this round go, as `forward.read_trees` takes them."""
+
+    def keep(self, slots: Slots, outcome: Outcome) -> None:
+        """The walk is done."""
+
+
+class TokenProposer:
+    """Base of those that look at tokens alone."""
+
+    layer_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def clear(self, slot: int) -> None:
+        pass
+
+    def read(self, slot: int, features: Tensor, following: list[int]) -> None:
+        raise AssertionError("a proposer without layer_ids is shown no features")
+
+    def admit(self, slot: int, key: int, size: int) -> None:
+        pass
+
+    def taps(self, batch: int, size: int) -> dict[int, Tensor]:
+        return {}
+
+    def keep(self, slots: Slots, outcome: Outcome) -> None:
+        pass
+
+
+class Lookup(TokenProposer):
+    """Prompt lookup: a chain after the latest of the longest matches. Without room for drafts, plain decoding."""
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 1):
+        super().__init__()
+        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+
+    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+        lookup(rows, slots, limit, out, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+
+
+class Synthetic(TokenProposer):
+    """The trees of a `SyntheticDrafter` from its references, which it must have when a sequence begins."""
+
+    def __init__(self, drafter: SyntheticDrafter, num_slots: int, max_length: int, device: torch.device):
+        super().__init__()
+        self.drafter = drafter
+        self.reference = torch.zeros(num_slots, max_length, dtype=torch.int32, device=device)
+        self.num_reference = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        rates = drafter.acceptance[: drafter.num_steps]
+        self.acceptance = torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def admit(self, slot: int, key: int, size: int) -> None:
+        references = self.drafter.references
+        if key not in references:
+            raise ValueError(f"no reference for key {key!r}; known are {list(references)}")
+        reference = references[key][: self.reference.shape[1]]
+        tokens = torch.tensor(reference, dtype=torch.int32).to(self.reference.device)
+        self.reference[slot, : len(reference)] = tokens
+        self.num_reference[slot] = len(reference)
+        self.keys[slot] = key
+
+    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+        drafter = self.drafter
+        synthetic(
+            rows, slots, self.reference, self.num_reference, self.keys, self.acceptance, limit, out, topk=drafter.topk,
+            num_steps=drafter.num_steps, vocab_size=drafter.vocab_size, seed=drafter.seed,
+        )  # fmt: skip
+
+
+def has_twin(drafter: Drafter) -> bool:
+    """Whether a drafter can draft on the device."""
+    if isinstance(drafter, LookupFirst):
+        return has_twin(drafter.other)
+    if isinstance(drafter, EagleDrafter):
+        return eagle.supports(drafter.network, drafter.num_steps, drafter.topk)
+    return isinstance(drafter, (NoDrafter, NgramDrafter, SyntheticDrafter))
+
+
+def twin_of(
+    drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, device: torch.device
+) -> Proposer:
+    """What stands for a drafter on the device. Lookups that come first are left out: there a draft is cheap."""
+    assert has_twin(drafter)
+    if isinstance(drafter, LookupFirst):
+        return twin_of(drafter.other, num_slots, max_nodes, max_length, device)
+    if isinstance(drafter, EagleDrafter):
+        return Eagle(
+            drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold
+        )
+    if isinstance(drafter, SyntheticDrafter):
+        return Synthetic(drafter, num_slots, max_length, device)
+    if isinstance(drafter, NgramDrafter):
+        return Lookup(drafter.max_ngram, drafter.min_ngram)
+    return Lookup()

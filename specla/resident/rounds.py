@@ -1,0 +1,190 @@
+"""Whole rounds on a GPU, one CUDA graph each: propose, verify, accept, and the commit of the round before.
+
+A graph is captured for each batch bucket, envelope and bank to fill, when it is first wanted. Nothing in it waits for
+the host, and all that it leaves for the host is one small tensor, copied to pinned memory as its last act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.ops.conv import launch_commit as launch_conv_commit
+from specla.ops.triton.schedule import schedule_of
+from specla.ops.verify import launch_commit
+from specla.resident.draw import draw
+from specla.resident.forward import Layers, Round, head, read_trees
+from specla.resident.lookup import Drafts, new_drafts
+from specla.resident.narrow import draw_narrow, new_narrow, remember
+from specla.resident.proposers import Proposer
+from specla.resident.slots import new_slots
+from specla.resident.walk import Outcome, new_outcome, walk
+from specla.sampling import Plan
+from specla.state import StatePool
+from specla.tree import Tree
+
+STOPS = 16  # stop ids of a sequence that are looked for on the device
+HISTORY = 1 << 15  # tokens of a sequence that are kept for lookup
+PATIENCE = 32  # rounds in a graph of too many rows before a smaller one is captured
+
+
+class Shape(NamedTuple):
+    """What a graph is captured for."""
+
+    batch: int  # rows, a bucket
+    size: int  # nodes of a tree at most, the root included
+    plan: Plan  # what the draws of some row need
+    turn: int  # the bank that it fills
+
+
+class Flight(NamedTuple):
+    """A round that was launched. Its outcome is overwritten by the next but one."""
+
+    outcome: Outcome
+    landed: torch.cuda.Event | None
+
+    def wait(self) -> Outcome:
+        """The outcome on the host, once it is there."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.outcome
+
+
+class _Prepared(NamedTuple):
+    run: Callable[[], None]
+    flight: Flight
+    written: tuple[Drafts, Outcome]  # by the graph, which does not keep them itself
+
+
+class Rounds:
+    """The device's part of an engine: slots, graphs, and which bank is whose.
+
+    Args:
+        target: one that `forward.supports`.
+        pool: its states; `pool.count` stays 0, since what is pending is known to the device alone.
+        proposer: drafts inside the rounds.
+        mode: of verification.
+    """
+
+    def __init__(self, target: GatedDeltaNet, pool: StatePool, proposer: Proposer, mode: str = "auto"):
+        (group,) = pool.groups.values()
+        self.target, self.proposer, self.mode = target, proposer, mode
+        self.layers = Layers.of(group)
+        self.num_slots, self.device = len(pool.length), pool.device
+        self.slots = new_slots(self.num_slots, pool.max_nodes, HISTORY, STOPS, pool.device)
+        self.narrow = new_narrow(self.num_slots, target.config.vocab_size, pool.device)
+        self.rows = torch.full((self.num_slots,), -1, dtype=torch.int32, device=pool.device)
+        self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
+        self.turn = 0
+        self._prepared: dict[Shape, _Prepared] = {}
+        self.size = 1  # of the trees of the last round
+        self._limit, self._oversized = 0, 0
+
+    def launch(self, batch: int, size: int, limit: int, plan: Plan) -> Flight:
+        """One round for the slots below `batch`, with at most `limit` drafts a row in trees of up to `size` nodes."""
+        if limit != self._limit:
+            self.limit.fill_(limit)
+            self._limit = limit
+        shape = self._shape(batch, size, plan)
+        self.prepare(shape)
+        run, flight, _ = self._prepared[shape]
+        run()
+        if flight.landed is not None:
+            flight.landed.record(torch.cuda.current_stream(self.device))
+        self.turn, self.size = 1 - self.turn, size
+        return flight
+
+    def prepare(self, shape: Shape) -> None:
+        """Compile and capture what a round of this shape needs, for both banks."""
+        if shape not in self._prepared:
+            for turn in (0, 1):
+                self._prepared[shape._replace(turn=turn)] = self._prepare(shape._replace(turn=turn))
+
+    @property
+    def num_prepared(self) -> int:
+        """Shapes that need no capture any more."""
+        return len(self._prepared)
+
+    def stop(self, slot: int) -> None:
+        """Leave a slot out of the rounds to come."""
+        self.rows[slot] = -1
+
+    def flush(self, slot: int) -> None:
+        """Commit what the last round has left pending in a slot, which must have taken part in it."""
+        bank, slots = self.layers.banks[1 - self.turn], torch.tensor([slot], device=self.device)
+        path, count = self.slots.path[slot : slot + 1], self.slots.count[slot : slot + 1]
+        launch_commit(self.layers.state, bank.factors, path, count, slots, by_slot=True)
+        launch_conv_commit(self.layers.conv_state, bank.conv_inputs, path, count, slots, by_slot=True)
+        self.slots.count[slot] = 0
+
+    def bucket(self, batch: int) -> int:
+        """Rows of the smallest graph that holds `batch` rows."""
+        return min(1 << (batch - 1).bit_length(), self.num_slots)
+
+    def _shape(self, batch: int, size: int, plan: Plan) -> Shape:
+        """The bucket of a batch, or a larger one that is there: a batch that shrinks is not worth a capture at once."""
+        shape = Shape(self.bucket(batch), size, plan, self.turn)
+        if shape in self._prepared:
+            self._oversized = 0
+            return shape
+        larger = sorted(s for s in self._prepared if s[1:] == shape[1:] and s.batch > shape.batch)
+        self._oversized += 1
+        return larger[0] if larger and self._oversized <= PATIENCE else shape
+
+    def _prepare(self, shape: Shape) -> _Prepared:
+        drafts = new_drafts(shape.batch, shape.size, self.device)
+        outcome = new_outcome(shape.batch, shape.size, self.device)
+        rows = self.rows[: shape.batch]
+        if self.device.type != "cuda":  # the interpreter
+            run = partial(self._round, shape, rows, drafts, outcome)
+            return _Prepared(run, Flight(outcome, None), (drafts, outcome))
+        host = Outcome(torch.zeros_like(outcome.packed, device="cpu").pin_memory())
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            kept = [x.clone() for x in self.proposer.kept]
+            self._round(shape, torch.full_like(rows, -1), drafts, outcome)  # compiles, and touches no slot
+            for tensor, before in zip(self.proposer.kept, kept, strict=True):
+                tensor.copy_(before)
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                self._round(shape, rows, drafts, outcome)
+                host.packed.copy_(outcome.packed, non_blocking=True)
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        return _Prepared(graph.replay, Flight(host, torch.cuda.Event()), (drafts, outcome))
+
+    def _round(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
+        self.proposer.propose(rows, self.slots, self.limit, drafts, shape.plan.noise)
+        tree = Tree.resident(drafts.parent, drafts.num_nodes)
+        logits = self.verify(shape, rows, drafts, tree)
+        self.accept(shape, rows, drafts, tree, logits, outcome)
+
+    def verify(self, shape: Shape, rows: Tensor, drafts: Drafts, tree: Tree) -> Tensor:
+        """Logits fp32 `[B, N, vocab]` at every node of the drafts; commits what the round before has left."""
+        batch, size = shape.batch, shape.size
+        now = Round(tree, rows, self.slots.path[:batch], self.slots.count[:batch], shape.turn, self.mode)
+        taps = self.proposer.taps(batch, size)
+        return head(self.target, read_trees(self.target, self.layers, drafts.tokens, now, taps)).unflatten(
+            0, (batch, size)
+        )
+
+    def accept(
+        self, shape: Shape, rows: Tensor, drafts: Drafts, tree: Tree, logits: Tensor, outcome: Outcome
+    ) -> None:
+        """Draw, walk, and move the slots on."""
+        (tokens, parent, num_nodes), slots, plan = drafts, self.slots, shape.plan
+        draws, schedule = torch.empty_like(tokens), schedule_of(tree, 1)
+        if plan.penalty or plan.ranks or plan.min_p:
+            draw_narrow(logits, tokens, tree, schedule, slots, self.narrow, plan, draws)
+        else:
+            draw(logits, schedule.depth, num_nodes, rows, slots, noisy=plan.noise, out=draws)
+        walk(draws, tokens, parent, num_nodes, rows, slots, outcome)
+        if plan.penalty:
+            remember(outcome, self.narrow)
+        self.proposer.keep(slots, outcome)

@@ -1,0 +1,90 @@
+"""What a round needs to know of each running sequence, where the round runs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specla.ops.checks import require
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Device tensors with one entry for each of S slots; `new_slots` makes them.
+
+    The first `count` entries of `path` are the nodes of the last tree that are pending, from the root down; the others
+    may hold anything, and so may `history` from `position` on.
+    """
+
+    root: Tensor  # int32 [S] the token to be read next
+    position: (
+        Tensor  # int64 [S] tokens so far, prompt included; the root's logits draw the token of this place
+    )
+    remaining: Tensor  # int32 [S] tokens that may still be made
+    count: Tensor  # int32 [S]
+    path: Tensor  # int32 [S, max_nodes]
+    temperature: Tensor  # fp32 [S]
+    seed: Tensor  # int64 [S]
+    stop_ids: Tensor  # int32 [S, E], -1 for none
+    history: Tensor  # int32 [S, L] all tokens; the root is the last one
+
+    def admit(
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        *,
+        remaining: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop_ids: Collection[int] = (),
+    ) -> None:
+        """Let a sequence of these tokens begin in a slot, with nothing pending.
+
+        Raises:
+            ValueError: without tokens, or with more stop ids than a slot can hold.
+        """
+        stops = self.stop_ids.shape[1]
+        require(len(tokens) >= 1, "a sequence begins with at least one token")
+        require(len(stop_ids) <= stops, f"a slot holds at most {stops} stop ids, got {len(stop_ids)}")
+        kept = tokens[: self.history.shape[1]]
+        packed = torch.tensor([*stop_ids, *[-1] * (stops - len(stop_ids)), *kept], dtype=torch.int32)
+        packed = packed.to(self.history.device)
+        self.stop_ids[slot] = packed[:stops]
+        self.history[slot, : len(kept)] = packed[stops:]
+        self.root[slot] = tokens[-1]
+        self.position[slot] = len(tokens)
+        self.remaining[slot] = remaining
+        self.count[slot] = 0
+        self.path[slot] = 0
+        self.temperature[slot] = temperature
+        self.seed[slot] = seed
+
+
+def new_slots(
+    num_slots: int, max_nodes: int, max_length: int, num_stop_ids: int, device: torch.device | str
+) -> Slots:
+    """Slots without sequences.
+
+    Args:
+        max_nodes: envelope of a draft tree, the root included.
+        max_length: L, how much of a history is kept. Tokens beyond it are counted, and not kept.
+        num_stop_ids: E, for each slot.
+    """
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(num_slots, *shape, dtype=dtype, device=device)
+
+    return Slots(
+        root=zeros(),
+        position=zeros(dtype=torch.int64),
+        remaining=zeros(),
+        count=zeros(),
+        path=zeros(max_nodes),
+        temperature=zeros(dtype=torch.float32),
+        seed=zeros(dtype=torch.int64),
+        stop_ids=zeros(num_stop_ids).fill_(-1),
+        history=zeros(max_length),
+    )

@@ -1,0 +1,67 @@
+"""Rounds of a random target: told acceptance beside a drafter at work changes no token, and mistakes are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specla.bench.resident import (
+    SHAPES,
+    Run,
+    Way,
+    _row,
+    engine_of,
+    format_batch,
+    random_network,
+    random_target,
+    run,
+)
+from specla.cli import main
+from specla.drafters import NoDrafter
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.resident import ResidentEngine
+
+CPU = torch.device("cpu")
+
+
+def test_told_trees_beside_a_drafter_at_work_change_no_token() -> None:
+    config = replace(
+        SHAPES["tiny"], vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=32
+    )
+    target, network = random_target(config, 0, CPU).float(), random_network(config, 0, CPU).float()
+    params = SamplingParams(max_tokens=6)
+    plain = ResidentEngine(target, NoDrafter(), SpeculativeConfig(num_speculative_tokens=0), 1)
+    want = run(plain, [[1, 2]], params, 1)
+    engine = engine_of(target, network, Way("", 3, 2, 2, 0.9, True), 1, 0)
+    got = run(engine, [[1, 2]], params, 1, want.outputs)
+    assert got.outputs == want.outputs and got.rounds < want.rounds == 6
+    assert engine.rounds.proposer.kept, "the drafter has kept what it is to read"
+
+
+def test_a_speed_whose_tokens_differ_is_left_out() -> None:
+    plain = Run([[1, 2]], 2.0, 2, 1.0)
+    fast = _row("fast", Run([[1, 2]], 1.0, 1, 2.0), plain)
+    assert fast["speedup"] == 2 and fast["plain_steps"] == 1 and fast["tokens_per_s"] == 2
+    wrong = _row("wrong", Run([[1, 3]], 1.0, 1, 2.0), plain)
+    assert wrong == {"name": "wrong", "identical": False}
+    text = format_batch(
+        {"batch": 1, "max_tokens": 2, "peak_bytes": 0, "ways": [fast, wrong], "parts_ms": {"gap": 0.1}}
+    )
+    assert "2.00x" in text and "DIFFER" in text and "gap 0.100 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--random", "gdn-9b"], "--random must be one of gdn-1.3b, tiny"),
+        (["--random", "tiny", "--drafter", "ngram"], "goes with neither a model nor a drafter"),
+        (["--random", "tiny", "--device", "cpu"], "needs a CUDA device"),
+        (["--batch-size", "1", "4"], "several of --batch-size need --random"),
+        (["--batch-size", "0"], "must be in 1..4096"),
+    ],
+)
+def test_mistakes_are_named(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "generate", *flags]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Compiles the resident round's kernels for a GPU that need not be there, as their launchers would launch them.
+
+A program of its own, since the other tests have Triton interpret the kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from specla.ops.triton import overlap
+from specla.resident.draw import draw
+from specla.resident.features import Backlog, gather, grow_chain, keep, pair_norm, take_last
+from specla.resident.grow import begin, expand, finish
+from specla.resident.lookup import lookup, new_drafts
+from specla.resident.slots import new_slots
+from specla.resident.synthetic import synthetic
+from specla.resident.top import top
+from specla.resident.walk import new_outcome, walk
+from tests.ops.triton import compiled
+
+compiled.TYPES[torch.float64] = "*fp64"
+compiled.OPTIONS += ("enable_fp_fusion",)
+overlap.overlaps = lambda device: True
+
+
+def main() -> None:
+    JITFunction.run = compiled.compile_instead
+    rows, limit = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    for size in (1, 16, 17, 64):
+        slots, drafts = new_slots(3, size, 5000, 2, "cpu"), new_drafts(2, size, "cpu")
+        lookup(rows, slots, limit, drafts)
+        for topk, rates in ((1, torch.float32), (3, torch.float64)):
+            synthetic(
+                rows, slots, slots.history, slots.root, slots.seed, torch.ones(4, dtype=rates), limit, drafts,
+                topk=topk, num_steps=4, vocab_size=99, seed=-1,
+            )  # fmt: skip
+        draws = torch.zeros(2, size, dtype=torch.int32)
+        walk(draws, *drafts, rows, slots, new_outcome(2, size, "cpu"))
+    for vocab in (1000, 1 << 18):
+        for noisy in (False, True):
+            logits = torch.zeros(1, 1, vocab).expand(2, size, vocab)
+            draw(logits, drafts.parent, drafts.num_nodes, rows, slots, noisy=noisy, out=draws)
+    grow(rows, 4, 5)
+    grow(rows, 8, 2)
+    read(rows)
+    print("all compiled")
+
+
+def grow(rows: torch.Tensor, width: int, num_steps: int) -> None:
+    slots, ids, drafts = new_slots(3, 17, 99, 2, "cpu"), torch.arange(3000), new_drafts(2, 17, "cpu")
+    grown = begin(2, width, num_steps)
+    for depth in (0, 1, num_steps - 1):
+        logits = torch.zeros(2 * (width if depth else 1), 3000)
+        expand(grown, depth, *top(logits, rows, slots, ids, depth, width=width, noisy=depth > 0), rows, ids)
+    finish(grown, rows, rows, slots, drafts, torch.zeros(2, 17))
+
+
+def read(rows: torch.Tensor) -> None:
+    half, whole = torch.zeros(12, 96).bfloat16(), torch.zeros(4, 32)
+    path = torch.zeros(2, 3, dtype=torch.int32)
+    backlog = Backlog(half, path, rows, rows)
+    slots = new_slots(2, 3, 9, 2, "cpu")
+    reading = gather(rows, slots, backlog, rows[:1], 3)
+    grow_chain(reading, path[:, :2].contiguous(), path, 1)
+    keep(new_outcome(2, 3, "cpu"), backlog)
+    take_last(whole.view(2, 2, 32), rows, whole[:2])
+    norms = whole[0], whole[0]
+    for follow in (None, reading.tokens[:4]):
+        pair_norm(
+            reading.tokens[:4], half[:, :32].contiguous(), whole, follow, norms, 1e-6, 2, keep_norm=False
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The trained drafter inside rounds drafts what the one on the host drafts, and its memory is that of the text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specla.drafters import Drafter, EagleDrafter, NoDrafter
+from specla.drafters.network import Eagle as Network, EagleConfig
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.resident import ResidentEngine
+from specla.engine.sequence import SequenceMetrics
+from specla.resident.eagle import supports
+from tests.resident import DEVICE
+from tests.targets import VOCAB, make_target
+
+PROMPTS = ([1, 2, 3, 4, 5], [7, 8], [4])
+SPECULATION = SpeculativeConfig(num_speculative_tokens=6, num_steps=4, topk=2)
+
+
+def make_network(**changes: object) -> Network:
+    """Random weights with the target's embeddings and part of its head, so that some drafts are right."""
+    target, generator = make_target("plain"), torch.Generator().manual_seed(1)
+    shape = {"hidden_size": 32, "vocab_size": VOCAB, "draft_vocab_size": 40, "layer_ids": (0, 1, 2), "num_heads": 2,
+             "head_dim": 8, "intermediate_size": 24}  # fmt: skip
+    network = Network(EagleConfig(**{**shape, **changes}))
+    network.reset_parameters(generator)
+    with torch.no_grad():
+        for name, weight in network.named_parameters():
+            if weight.dim() == 2 and "conv" not in name:
+                weight.normal_(0, 0.2, generator=generator)
+        network.embeddings.weight.copy_(target.embeddings.weight)
+        network.lm_head.weight.copy_(target.lm_head.weight[5:45])
+    network.token_ids = torch.arange(40) + 5
+    return network.requires_grad_(False)
+
+
+def decode(
+    kind: type[Engine], drafter: Drafter, params: list[SamplingParams]
+) -> list[tuple[list[int], SequenceMetrics]]:
+    engine = kind(make_target("plain"), drafter, SPECULATION, max_num_seqs=2)
+    sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    while engine.has_work:
+        engine.step()
+    return [(sequence.output, sequence.metrics) for sequence in sequences]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
+@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "use_gate": False, "conv_size": 2}])
+def test_drafts_are_those_of_the_drafter_on_the_host(changes: dict[str, object]) -> None:
+    network = make_network(**changes)
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
+    plain = decode(Engine, NoDrafter(), params)
+    host, device = (
+        decode(kind, EagleDrafter(network, 6, 4, 2, max_num_seqs=2), params)
+        for kind in (Engine, ResidentEngine)
+    )
+    assert [tokens for tokens, _ in device] == [tokens for tokens, _ in plain]
+    for (_, a), (_, b) in zip(host, device, strict=True):
+        assert (a.num_spec_steps, a.num_draft_tokens) == (b.num_spec_steps, b.num_draft_tokens)
+        assert a.accepted_per_round == b.accepted_per_round
+    assert changes or sum(m.num_accepted_draft_tokens for _, m in device) > 0
+
+
+def test_what_has_no_kernels_stays_on_the_host() -> None:
+    assert supports(make_network(), 4, 2)
+    for changes, steps, topk in (
+        ({"mixer": "attention"}, 4, 2), ({"conv_size": 1}, 4, 2), ({"norm_output": True}, 4, 2),
+        ({"feature_norm": "each"}, 4, 2), ({}, 1, 2), ({}, 4, 9), ({}, 16, 8),
+    ):  # fmt: skip
+        assert not supports(make_network(**changes), steps, topk)

@@ -1,0 +1,180 @@
+"""Laws of the layers on draft trees in fixed launches: what `target.verify` says, round after round, and no trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.target import Tap
+from specla.ops import triton as kernels
+from specla.resident.forward import Layers, Round, head, read_trees, supports
+from specla.tree import Tree
+from tests.ops.strategies import SHAPES, close, path_to, random_parent, same_bits
+from tests.ops.triton import DEVICE, full_size
+from tests.resident import ints
+from tests.targets import VARIANTS, VOCAB, build_target, make_config, make_target, prompt
+
+FITTING = [v for v in VARIANTS if not v.startswith("hybrid") and v not in ("no_conv", "conv_1")]
+SPOILT = VOCAB - 1  # a token that padding holds
+
+
+def small(variant: str, layers: int) -> GatedDeltaNet:
+    """A target on the CPU whose embedding of one token is NaN."""
+    width = None if variant == "default_mlp" else 24
+    config = make_config(variant, hidden_size=16, intermediate_size=width, num_hidden_layers=layers)
+    made = build_target(config)
+    if made.lm_head is not None:
+        made.embeddings.weight[SPOILT] = torch.nan
+    return made
+
+
+def parts(layers: Layers) -> list[Tensor]:
+    state, windows, banks = layers
+    return [state, windows, *(x for factors, inputs in banks for x in (*factors, inputs))]
+
+
+def trees(rows: list[int], size: int, rng: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor, Tensor]:
+    """Parents of each row, and tokens, parent and num_nodes with garbage where there is padding."""
+
+    def below(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=rng))
+
+    parents = [random_parent(SHAPES[below(len(SHAPES))], size - below(2), rng) for _ in rows]
+    tokens = torch.full((len(rows), size), SPOILT, dtype=torch.int32)
+    parent = torch.randint(-(2**31), 2**31, tokens.shape, generator=rng).int()
+    for b, row in enumerate(parents):
+        parent[b, : len(row)] = torch.tensor(row)
+        if rows[b] >= 0:
+            tokens[b, : len(row)] = torch.randint(VOCAB - 1, (len(row),), generator=rng)
+    return parents, tokens.to(DEVICE), parent.to(DEVICE), ints([len(row) for row in parents])
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode", "rows"),
+    [
+        *((v, "auto", [-1, 1]) for v in FITTING),
+        *(("plain", mode, [0, -1, 2]) for mode in ("hybrid", "parallel")),
+    ],
+)
+def test_rounds_are_those_of_the_target(variant: str, mode: str, rows: list[int]) -> None:
+    """Logits, features and states, whatever is accepted; slots of nobody and padding hold NaN and leave none."""
+    rng, size = torch.Generator().manual_seed(len(variant)), 4
+    target = small(variant, 2 if variant == "plain" and mode == "auto" else 1)
+    moved, ids = copy.deepcopy(target).to(DEVICE), range(len(target.layers) + 1)
+    live = [slot for slot in rows if slot >= 0]
+    nobody = [slot for slot in range(len(rows) + 1) if slot not in live]
+    pool, mine = (made.new_pool(len(rows) + 1, size + 1) for made in (target, moved))
+    (group,), (own,) = pool.groups.values(), mine.groups.values()
+    layers = Layers.of(own)
+    for x in parts(layers):
+        x.fill_(torch.nan)
+    for slot in live:
+        target.prefill(torch.tensor(prompt(3 + slot, slot, VOCAB - 1)), slot, pool)
+        layers.state[:, slot], layers.conv_state[:, slot] = group.state[:, slot], group.conv_state[:, slot]
+    path, count = ints([[10**9] * (size + 1)] * len(rows)), ints([0] * len(rows))
+    for turn in (0, 1, 0):
+        parents, tokens, parent, num_nodes = trees(rows, size, rng)
+        before = [x.clone() for x in parts(layers)]
+        wide = torch.full((len(rows) * size, 20 * len(ids)), -77.0, device=DEVICE)
+        taps = {i: wide[:, 20 * i : 20 * i + 16] for i in ids}
+        now = Round(Tree.resident(parent, num_nodes), ints(rows), path, count, turn, mode)
+        hidden = read_trees(moved, layers, tokens, now, taps)
+        logits = head(moved, hidden).view(len(rows), size, -1).cpu()
+        assert hidden.dtype == logits.dtype == torch.float32
+        assert (wide.view(-1, 20)[:, 16:] == -77).all()
+        for slot in live:
+            real = slice(0, len(parents[slot]))
+            read: list[Tensor] = []
+            own_tokens = tokens[slot : slot + 1, real].long().cpu()
+            want = target.verify(
+                own_tokens, Tree(parents[slot]), [slot], pool, "serial", Tap(tuple(ids), read.append)
+            )
+            features = torch.cat([taps[i].unflatten(0, (len(rows), size))[slot, real] for i in ids], -1)
+            close(logits[slot, real], want[0], 1e-4)
+            close(features.cpu(), read[0][0], 1e-4)
+            close(layers.state[:, slot].cpu(), group.state[:, slot], 1e-4)
+            close(layers.conv_state[:, slot].cpu(), group.conv_state[:, slot], 1e-4)
+            end = int(torch.randint(len(parents[slot]), (1,), generator=rng))
+            taken = path_to(parents[slot], end)
+            path[slot, : len(taken)], count[slot] = ints(taken), len(taken)
+            pool.accept([slot], torch.tensor([taken]), [len(taken) - 1])
+        for x, old in zip(parts(layers), before, strict=True):
+            assert same_bits(x[:, nobody], old[:, nobody])
+        pending = slice(2 + 4 * (1 - turn), 6 + 4 * (1 - turn))
+        assert all(same_bits(x, old) for x, old in zip(parts(layers)[pending], before[pending], strict=True))
+
+
+def test_the_second_bank_is_empty_and_looks_like_the_first() -> None:
+    pool = make_target("grouped_wide").new_pool(2, 5)
+    (group,) = pool.groups.values()
+    layers = Layers.of(group)
+    first, second = layers.banks
+    assert layers.state is group.state and first.factors.k is group.factors.k
+    for a, b in zip((*first.factors, first.conv_inputs), (*second.factors, second.conv_inputs), strict=True):
+        assert (
+            a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() != b.data_ptr() and not b.any()
+        )
+
+
+def test_targets_without_kernels_for_every_layer_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not supports(make_target("plain")), "on a CPU"
+    monkeypatch.setattr(kernels, "use_kernels", lambda state: state.dtype != torch.float64)
+    for variant in VARIANTS:
+        assert supports(make_target(variant)) == (variant in FITTING), variant
+        assert not supports(make_target(variant, torch.float64))
+    assert supports(make_target("plain", torch.bfloat16))
+    assert not supports(GatedDeltaNet(make_config(conv_size=5)))
+    for wide in ({"head_dim": 513}, {"head_dim": 257, "expand_v": 2.0}):
+        with torch.device("meta"):
+            assert not supports(GatedDeltaNet(make_config(**wide)))
+
+
+def big(seed: int = 0) -> GatedDeltaNet:
+    sizes = {
+        "hidden_size": 256,
+        "num_heads": 4,
+        "head_dim": 64,
+        "num_hidden_layers": 4,
+        "intermediate_size": 704,
+    }
+    config = make_config(**sizes, vocab_size=3000, initializer_range=0.1)
+    return build_target(config, torch.bfloat16, seed).to(DEVICE)
+
+
+@full_size
+def test_a_nodes_logits_have_the_bits_of_plain_decoding_whatever_lies_beside_it() -> None:
+    """Trees of 8 nodes in a batch of 33 rows, both exact modes; plain decoding reads one token of one row a round."""
+    target, size, slots = big(), 8, 33
+    rng = torch.Generator().manual_seed(0)
+    pools = [target.new_pool(slots, size) for _ in range(2)]
+    first, second = (Layers.of(*pool.groups.values()) for pool in pools)
+    for slot in range(slots):
+        target.prefill(torch.tensor(prompt(5 + slot, slot, 3000), device=DEVICE), slot, pools[0])
+    second.state.copy_(first.state)
+    second.conv_state.copy_(first.conv_state)
+    rows, path, count = ints(list(range(slots))), ints([[0] * size] * slots), ints([0] * slots)
+    for turn in range(4):
+        parents = [random_parent(SHAPES[slot % len(SHAPES)], size, rng) for slot in range(slots)]
+        tokens = torch.randint(3000, (slots, size), generator=rng).int().to(DEVICE)
+        tree = Tree.resident(ints(parents), ints([size] * slots))
+        logits, other = (
+            head(target, read_trees(target, layers, tokens, Round(tree, rows, path, count, turn % 2, mode)))
+            for layers, mode in ((first, "serial"), (second, "hybrid"))
+        )
+        assert same_bits(logits, other)
+        taken = [path_to(parent, size - 1 - turn) for parent in parents]
+        for slot in (0, 7, slots - 1):
+            alone = Layers.of(*target.new_pool(1, 2).groups.values())
+            alone.state.copy_(first.state[:, slot : slot + 1])
+            alone.conv_state.copy_(first.conv_state[:, slot : slot + 1])
+            for n, node in enumerate(taken[slot]):
+                root = Tree.resident(ints([[-1]]), ints([1]))
+                now = Round(root, ints([0]), ints([[0]]), ints([min(n, 1)]), n % 2)
+                got = head(target, read_trees(target, alone, tokens[slot, node].view(1, 1), now))
+                assert same_bits(got[0], logits[slot * size + node])
+        path.copy_(ints([ids + [0] * (size - len(ids)) for ids in taken]))
+        count.copy_(ints([len(ids) for ids in taken]))
