@@ -92,7 +92,7 @@ class Tree:
         Args:
             parent: int32 `[B, N]` as the class wants it; entries beyond `num_nodes` may hold anything.
             num_nodes: int32 `[B]` on the same device.
-            depth, ancestors: these views, where they are known already.
+            depth, ancestors: these views, int32 `[B, N]` and bool `[B, N, N]`, where they are known already.
 
         The first other view that is worked out on the host (`depth`, `levels`, ...) reads both back, once.
         """

@@ -142,7 +142,7 @@ def run_kernel(args: argparse.Namespace) -> int:
 def run_generate(args: argparse.Namespace) -> int:
     """Measure, print the tables and the JSON document; 1 when a speculative text differs from the plain one."""
     from specla.bench.generate import UnrepeatableError
-    from specla.bench.report import measure_all, print_tables
+    from specla.bench.report import measure_all, measure_random, print_tables
 
     if not all(1 <= batch <= 4096 for batch in args.batch_size):
         raise ValueError(f"--batch-size must be in 1..4096, got {' '.join(map(str, args.batch_size))}")
@@ -150,33 +150,21 @@ def run_generate(args: argparse.Namespace) -> int:
                               ("repeat", 1, 10**4), ("rounds", 0, 10**6), ("threads", 1, 4096)):  # fmt: skip
         _check_range(args, name, least, most)
     output = _output("--output", args.output)
-    if args.random is not None:
-        return _run_random(args, output)
-    if len(args.batch_size) > 1:
-        raise ValueError("several of --batch-size need --random")
-    args.batch_size = args.batch_size[0]
+    if args.random is None:
+        if len(args.batch_size) > 1:
+            raise ValueError("several of --batch-size need --random")
+        args.batch_size = args.batch_size[0]
     try:
-        report = measure_all(args, sys.argv)
+        report = (measure_all if args.random is None else measure_random)(args, sys.argv)
     except UnrepeatableError as error:
         print(f"specla bench: error: {error}", file=sys.stderr)
         return 1
     _save(report, output)
-    print_tables(report)
+    if args.random is None:  # the other's tables are printed as they come
+        print_tables(report)
     for line in report["errors"]:
         print(f"specla bench: error: {line}", file=sys.stderr)
     print(json.dumps(report))
-    return 1 if report["errors"] else 0
-
-
-def _run_random(args: argparse.Namespace, output: Path | None) -> int:
-    """Rounds of a random target: tables as they come, then the JSON document; 1 when a text differs."""
-    from specla.bench.report import measure_random
-
-    report = measure_random(args, sys.argv)
-    _save(report, output)
-    print(json.dumps(report))
-    for line in report["errors"]:
-        print(f"specla bench: error: {line}", file=sys.stderr)
     return 1 if report["errors"] else 0
 
 

@@ -120,6 +120,15 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
         raise ValueError(f"--random must be one of {', '.join(SHAPES)}, got {args.random!r}")
     if args.model is not None or args.drafter is not None or given(args):
         raise ValueError("--random goes with neither a model nor a drafter")
+    unread = {
+        "prompts": None, "limit": None, "max_tokens": 128, "rounds": 100, "ignore_eos": False, "threads": None,
+        "dtype": "auto", "verify": SpeculativeConfig().verify,
+    }  # fmt: skip
+    asked = [
+        f"--{name.replace('_', '-')}" for name, default in unread.items() if getattr(args, name) != default
+    ]
+    if asked:
+        raise ValueError(f"--random does not go with {', '.join(asked)}")
     device = resolve_device(args.device)
     if device.type != "cuda" or find_spec("triton") is None:
         raise ValueError("--random needs a CUDA device and triton: pip install 'specla[gpu]'")

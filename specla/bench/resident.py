@@ -23,8 +23,8 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.eagle import Eagle
-from specla.resident.lookup import Drafts, new_drafts
 from specla.resident.proposers import Proposer
 from specla.resident.rounds import Shape
 from specla.resident.slots import Slots
@@ -239,7 +239,7 @@ def _row(name: str, got: Run, plain: Run) -> dict[str, Any]:
 
 @torch.inference_mode()
 def time_parts(engine: ResidentEngine, drafts: int, replays: int = 20) -> dict[str, float]:
-    """Milliseconds of a round's parts in graphs of their own, of the whole round, and what the parts leave of it."""
+    """Milliseconds of a greedy round's parts in graphs of their own, of the whole, and the whole less its parts."""
     rounds = engine.rounds
     batch, device = rounds.num_slots, rounds.device
     assert isinstance(engine.drafter, SyntheticDrafter)

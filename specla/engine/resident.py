@@ -18,6 +18,7 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import Sequence
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
+from specla.ops.triton import MAX_NODES
 from specla.resident.forward import supports
 from specla.resident.proposers import has_twin, twin_of
 from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape
@@ -49,8 +50,9 @@ def make_engine(
 class ResidentEngine(Engine):
     """Runs rounds as CUDA graphs, one ahead of what the host has seen.
 
-    A sequence that ends by a token or by its length ends on the device, where the round is. One that `should_stop` ends
-    has run a round too many by then, which is dropped with its slot; those that keep their slot hence run in step.
+    A sequence that ends by its length or by one of its first stop tokens (STOPS of them) ends on the device, where the
+    round is. One that the host ends, by a further stop token or `should_stop`, has run a round too many by then, which
+    is dropped with its slot; those that keep their slot hence run in step.
     """
 
     target: GatedDeltaNet
@@ -79,7 +81,7 @@ class ResidentEngine(Engine):
         return (
             isinstance(target, GatedDeltaNet)
             and supports(target)
-            and config.max_draft + 1 <= 64
+            and config.max_draft < MAX_NODES
             and has_twin(drafter)
         )
 
@@ -95,7 +97,7 @@ class ResidentEngine(Engine):
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
-        """As that of `Engine`; the sequences that grew did so in a round before the latest one."""
+        """As that of `Engine`, by the oldest round in flight: when it returns, a later one may be running already."""
         self.admit()
         try:
             while self.running or self._flights:

@@ -19,10 +19,10 @@ from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.triton.linear import linear, linear_parts, swiglu
 from specla.ops.triton.norm import add_norm
 from specla.ops.verify import launch_commit
+from specla.resident.drafts import Drafts
 from specla.resident.features import Backlog, Reading, gather, grow_chain, keep, pair_norm, take_last
 from specla.resident.forward import Layers, Round, finish as finish_mixer, logits_of, recur
 from specla.resident.grow import MAX_STEPS, begin, expand, finish as finish_tree
-from specla.resident.lookup import Drafts
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
@@ -31,7 +31,7 @@ from specla.tree import Tree
 
 
 def supports(network: Network, num_steps: int, topk: int) -> bool:
-    """Whether a drafter has kernels: a delta layer with a convolution of two to four taps, on plain features."""
+    """Whether a drafter has kernels: a delta layer with two to four taps on plain features, and so small a tree."""
     config = network.config
     return (
         config.mixer == "delta"

@@ -123,7 +123,7 @@ def pair_norm(
 
 @triton.jit
 def gather_kernel(
-    rows, path, remaining, features, following, backlog, size, out, tokens, count, before_last, limits, limit,
+    rows, path, remaining, features, following, waiting, size, out, tokens, count, before_last, limits, limit,
     s_path, s_following, length,
     F: tl.constexpr, BF: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -132,7 +132,7 @@ def gather_kernel(
         gdc_wait()
     i_n, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     here = tl.load(rows + i_b) >= 0
-    total = tl.minimum(tl.load(backlog + i_b, here, other=0), length)
+    total = tl.minimum(tl.load(waiting + i_b, here, other=0), length)
     real = i_n < total
     node = tl.load(path + i_b * s_path + i_n, real, other=0)
     source = features + (i_b * tl.load(size) + node) * F

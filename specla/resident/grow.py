@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton import MAX_NODES
 from specla.ops.triton.overlap import launch_options
-from specla.resident.lookup import Drafts
+from specla.resident.drafts import Drafts
 from specla.resident.slots import Slots
 from specla.resident.top import LOWEST, MAX_WIDTH, rank_key
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.resident import eagle
+from specla.resident.drafts import Drafts
 from specla.resident.eagle import Eagle
-from specla.resident.lookup import Drafts, lookup
+from specla.resident.lookup import lookup
 from specla.resident.slots import Slots
 from specla.resident.synthetic import synthetic
 from specla.resident.walk import Outcome
@@ -69,7 +70,10 @@ class TokenProposer:
 
 
 class Lookup(TokenProposer):
-    """Prompt lookup: a chain after the latest of the longest matches. Without room for drafts, plain decoding."""
+    """Prompt lookup: a chain after the latest of the longest matches, as long as `limit` allows.
+
+    Unlike `NgramDrafter` it has neither `topk` nor `num_steps`. In trees of one node it is plain decoding.
+    """
 
     def __init__(self, max_ngram: int = 4, min_ngram: int = 1):
         super().__init__()
@@ -121,7 +125,10 @@ def has_twin(drafter: Drafter) -> bool:
 def twin_of(
     drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, device: torch.device
 ) -> Proposer:
-    """What stands for a drafter on the device. Lookups that come first are left out: there a draft is cheap."""
+    """What stands for a drafter on the device.
+
+    Of a `LookupFirst` that is the other drafter alone, of a `NoDrafter` a lookup without room.
+    """
     assert has_twin(drafter)
     if isinstance(drafter, LookupFirst):
         return twin_of(drafter.other, num_slots, max_nodes, max_length, device)

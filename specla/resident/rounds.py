@@ -17,9 +17,9 @@ from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.triton.schedule import schedule_of
 from specla.ops.verify import launch_commit
+from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.draw import draw
 from specla.resident.forward import Layers, Round, head, read_trees
-from specla.resident.lookup import Drafts, new_drafts
 from specla.resident.narrow import draw_narrow, new_narrow, remember
 from specla.resident.proposers import Proposer
 from specla.resident.slots import new_slots
@@ -80,10 +80,10 @@ class Rounds:
         self.narrow = new_narrow(self.num_slots, target.config.vocab_size, pool.device)
         self.rows = torch.full((self.num_slots,), -1, dtype=torch.int32, device=pool.device)
         self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
-        self.turn = 0
+        self.turn = 0  # the bank that the next round fills
         self._prepared: dict[Shape, _Prepared] = {}
         self.size = 1  # of the trees of the last round
-        self._limit, self._oversized = 0, 0
+        self._limit, self._oversized = 0, 0  # what `limit` holds; rounds in a row in too large a graph
 
     def launch(self, batch: int, size: int, limit: int, plan: Plan) -> Flight:
         """One round for the slots below `batch`, with at most `limit` drafts a row in trees of up to `size` nodes."""

@@ -6,8 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specla.resident.drafts import Drafts
 from specla.resident.draw import mix64
-from specla.resident.lookup import Drafts
 from specla.resident.slots import Slots
 
 

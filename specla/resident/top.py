@@ -35,9 +35,10 @@ def top(
     noisy: bool,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The `width` best log-probabilities of each row of logits and their tokens, best first.
+    """The `width` likeliest tokens of each row of logits and their log-probabilities, best first.
 
-    Ranked are the logits, noise included; equal ones rank by their token, lowest first.
+    With noise, at a temperature above 0: those of `(logits + temperature * noise) / (temperature * DOUBT)`. Equal ones
+    rank by their token, lowest first.
 
     Args:
         logits: fp32 `[R, V]`, any stride but the last, which is 1; as many rows for each tree, one after another.

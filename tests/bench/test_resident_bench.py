@@ -37,7 +37,7 @@ def test_told_trees_beside_a_drafter_at_work_change_no_token() -> None:
     engine = engine_of(target, network, Way("", 3, 2, 2, 0.9, True), 1, 0)
     got = run(engine, [[1, 2]], params, 1, want.outputs)
     assert got.outputs == want.outputs and got.rounds < want.rounds == 6
-    assert engine.rounds.proposer.kept, "the drafter has kept what it is to read"
+    assert engine.rounds.proposer.kept[0].any(), "the drafter has been shown the target's features"
 
 
 def test_a_speed_whose_tokens_differ_is_left_out() -> None:
@@ -58,6 +58,10 @@ def test_a_speed_whose_tokens_differ_is_left_out() -> None:
         (["--random", "gdn-9b"], "--random must be one of gdn-1.3b, tiny"),
         (["--random", "tiny", "--drafter", "ngram"], "goes with neither a model nor a drafter"),
         (["--random", "tiny", "--device", "cpu"], "needs a CUDA device"),
+        (
+            ["--random", "tiny", "--max-tokens", "9", "--ignore-eos"],
+            "does not go with --max-tokens, --ignore-eos",
+        ),
         (["--batch-size", "1", "4"], "several of --batch-size need --random"),
         (["--batch-size", "0"], "must be in 1..4096"),
     ],

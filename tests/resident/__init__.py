@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from specla.resident.lookup import Drafts
+from specla.resident.drafts import Drafts
 from specla.resident.slots import Slots, new_slots
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE

@@ -9,10 +9,11 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from specla.ops.triton import overlap
+from specla.resident.drafts import new_drafts
 from specla.resident.draw import draw
 from specla.resident.features import Backlog, gather, grow_chain, keep, pair_norm, take_last
 from specla.resident.grow import begin, expand, finish
-from specla.resident.lookup import lookup, new_drafts
+from specla.resident.lookup import lookup
 from specla.resident.slots import new_slots
 from specla.resident.synthetic import synthetic
 from specla.resident.top import top

@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 from specla.drafters.grow import grow
+from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.grow import Growth, begin, expand, finish
-from specla.resident.lookup import Drafts, new_drafts
 from specla.resident.slots import Slots, new_slots
 from specla.resident.top import top
 from tests.drafters.test_grow import Script, Table, nodes

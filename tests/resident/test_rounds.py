@@ -15,7 +15,7 @@ from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.resident import rounds as module
-from specla.resident.lookup import Drafts, new_drafts
+from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.proposers import Lookup, Proposer, Synthetic, TokenProposer
 from specla.resident.rounds import PATIENCE, Rounds
 from specla.resident.slots import Slots

@@ -236,70 +236,28 @@ def exact_kernel(
         for t in range(0, total, 2):
             a_step = tl.load(steps + t + 2, t + 2 < total, other=0)
             n_k, n_q, n_v, n_overlap, n_beta, n_decay = fetch(
-                n_step,
-                factor_k,
-                query,
-                v,
-                factor_g,
-                scalars,
-                s_fkm,
-                H * K,
-                s_vn,
-                s_fgm,
-                o_k,
-                m_k,
-                o_v,
-                m_v,
-                DECAY,
-            )
+                n_step, factor_k, query, v, factor_g, scalars, s_fkm, H * K, s_vn, s_fgm, o_k, m_k, o_v, m_v, DECAY,
+            )  # fmt: skip
             S = visit(
                 step, S, S0, p_s, m_s, b_k, b_q, b_v, overlap, b_beta, decay, o, factor_d, HV * V, s_fdm,
                 o_v, m_v, KI, WORKERS, DECAY, DELTA,
             )  # fmt: skip
-            step = tl.load(steps + t + 3, t + 3 < total, other=0)
+            b_step = tl.load(steps + t + 3, t + 3 < total, other=0)
             b_k, b_q, b_v, overlap, b_beta, decay = fetch(
-                a_step,
-                factor_k,
-                query,
-                v,
-                factor_g,
-                scalars,
-                s_fkm,
-                H * K,
-                s_vn,
-                s_fgm,
-                o_k,
-                m_k,
-                o_v,
-                m_v,
-                DECAY,
-            )
+                a_step, factor_k, query, v, factor_g, scalars, s_fkm, H * K, s_vn, s_fgm, o_k, m_k, o_v, m_v, DECAY,
+            )  # fmt: skip
             S = visit(
                 n_step, S, S0, p_s, m_s, n_k, n_q, n_v, n_overlap, n_beta, n_decay, o, factor_d, HV * V, s_fdm,
                 o_v, m_v, KI, WORKERS, DECAY, DELTA,
             )  # fmt: skip
-            step, n_step = a_step, step
+            step, n_step = a_step, b_step
     else:
         step, n_step = first_step, tl.load(steps + 1, total > 1, other=0)
         for t in range(total):
             a_step = tl.load(steps + t + 2, t + 2 < total, other=0)
             b_k, b_q, b_v, overlap, b_beta, decay = fetch(
-                step,
-                factor_k,
-                query,
-                v,
-                factor_g,
-                scalars,
-                s_fkm,
-                H * K,
-                s_vn,
-                s_fgm,
-                o_k,
-                m_k,
-                o_v,
-                m_v,
-                DECAY,
-            )
+                step, factor_k, query, v, factor_g, scalars, s_fkm, H * K, s_vn, s_fgm, o_k, m_k, o_v, m_v, DECAY,
+            )  # fmt: skip
             S = visit(
                 step, S, S0, p_s, m_s, b_k, b_q, b_v, overlap, b_beta, decay, o, factor_d, HV * V, s_fdm,
                 o_v, m_v, KI, WORKERS, DECAY, DELTA,

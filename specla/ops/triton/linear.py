@@ -16,11 +16,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from specla.ops.triton.counters import counters
 from specla.ops.triton.overlap import launch_options
 
-TILE = 64  # outputs of a program, by which splits are counted
+TILE = 64  # outputs of a program for up to 16 rows, twice as many beyond; splits are counted by it alone
 PROGRAMS = 264  # that fill a large device; a constant, since splits decide the order of a sum
 MAX_SPLIT = 8
 STEP = 64  # inputs: what a split is a multiple of
-STORE, SWIGLU, PARTS = 0, 1, 2  # what becomes of a product
 
 
 def splits(out_features: int, in_features: int) -> int:
@@ -36,25 +35,25 @@ def linear(x: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
     which is x's by default.
     """
     out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
-    _launch(x, weight, out, STORE)
+    _launch(x, weight, out)
     return out
 
 
 def swiglu(x: Tensor, weight: Tensor) -> Tensor:
     """`silu(x @ gate.T) * (x @ up.T)`: `[M, width]`, for a weight `[2 width, in]` that holds gate above up."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
-    _launch(x, weight, out, SWIGLU)
+    _launch(x, weight, out, swiglu=True)
     return out
 
 
 def linear_parts(x: Tensor, weight: Tensor) -> Tensor:
     """Parts fp32 `[P, M, out]` whose sum in their order is `x @ weight.T`, for a reader that adds them up."""
     out = x.new_empty(splits(*weight.shape), x.shape[0], weight.shape[0], dtype=torch.float32)
-    _launch(x, weight, out, PARTS)
+    _launch(x, weight, out, parts=True)
     return out
 
 
-def _launch(x: Tensor, weight: Tensor, out: Tensor, epilogue: int) -> None:
+def _launch(x: Tensor, weight: Tensor, out: Tensor, swiglu: bool = False, parts: bool = False) -> None:
     rows, in_features = x.shape
     outputs = weight.shape[0]
     if rows == 0:
@@ -64,22 +63,22 @@ def _launch(x: Tensor, weight: Tensor, out: Tensor, epilogue: int) -> None:
     BR = min(128, max(16, triton.next_power_of_2(rows)))
     BM = TILE if BR == 16 else 2 * TILE
     grid = (triton.cdiv(outputs, BM), triton.cdiv(rows, BR), split)
-    gathers = split > 1 and epilogue != PARTS
-    parts = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
-    arrived = counters(grid[0] * grid[1], x.device) if gathers else parts
+    gathers = split > 1 and not parts
+    held = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
+    arrived = counters(grid[0] * grid[1], x.device) if gathers else held
     linear_kernel[grid](
-        x, weight, out, parts, arrived, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
+        x, weight, out, held, arrived, rows, outputs, x.stride(0), weight.stride(0), out.stride(-2),
         K=in_features, KS=triton.cdiv(triton.cdiv(in_features, split), STEP) * STEP,
-        BM=BM, BR=BR, BK=64 if wide or BR > 32 else 128, SPLIT=split, EPILOGUE=epilogue,
+        BM=BM, BR=BR, BK=64 if wide or BR > 32 else 128, SPLIT=split, SWIGLU=swiglu, PARTS=parts,
         num_warps=BM // 16, num_stages=3 if wide or BR == 32 else 4, **launch_options(x.device),
     )  # fmt: skip
 
 
 @triton.jit
 def linear_kernel(
-    x, weight, out, parts, arrived, rows, outputs, s_x, s_w, s_o,
+    x, weight, out, held, arrived, rows, outputs, s_x, s_w, s_o,
     K: tl.constexpr, KS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    EPILOGUE: tl.constexpr, PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of outputs, tiles of rows, splits). A tile of SwiGLU holds gates and the values they belong to."""
     if PDL:
@@ -89,7 +88,7 @@ def linear_kernel(
     t_m = tl.arange(0, BM)
     o_m = i_m * BM + t_m
     m_m = o_m < outputs
-    if EPILOGUE == 1:
+    if SWIGLU:
         width = outputs // 2
         o_m = i_m * (BM // 2) + t_m % (BM // 2)
         m_m = o_m < width
@@ -105,7 +104,7 @@ def linear_kernel(
         b_w = tl.load(p_w + i_k, m_m[:, None] & m_k[None, :], other=0.0)
         b_x = tl.load(p_x + i_k, m_r[None, :] & m_k[:, None], other=0.0)
         b_o = tl.dot(b_w, b_x, b_o, input_precision="tf32x3")
-    if EPILOGUE == 2:
+    if PARTS:
         p_o = out + (i_s * rows + o_r).to(tl.int64)[None, :] * s_o + o_m[:, None]
         tl.store(p_o, b_o, m_m[:, None] & m_r[None, :])
     else:
@@ -113,7 +112,7 @@ def linear_kernel(
         if SPLIT > 1:
             i_b = i_r * tl.num_programs(0) + i_m
             p_part = (
-                parts + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
+                held + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
             )
             tl.store(p_part + i_s * BM * BR, b_o)
             tl.debug_barrier()
@@ -125,7 +124,7 @@ def linear_kernel(
                     b_o += tl.load(p_part + i * BM * BR)
         if last:
             p_o = out + o_r.to(tl.int64)[None, :] * s_o
-            if EPILOGUE == 1:
+            if SWIGLU:
                 gate, up = tl.split(tl.permute(tl.reshape(b_o, [2, BM // 2, BR]), 1, 2, 0))
                 o_h = i_m * (BM // 2) + tl.arange(0, BM // 2)
                 b_h = gate * tl.sigmoid(gate) * up

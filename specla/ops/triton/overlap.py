@@ -1,8 +1,9 @@
 """Launches that overlap: a kernel may start, and fetch what never changes, before the one ahead of it has ended.
 
-CUDA calls it programmatic dependent launch (Hopper and later). Every kernel that takes part lets its successor start
-at once and waits for its predecessor before it touches anything that a kernel may have written, so the order of all
-reads and writes is that of ordinary launches.
+CUDA calls it programmatic dependent launch (Hopper and later). A kernel that takes part waits for its predecessor
+before it touches anything that a kernel may have written, so the order of all reads and writes is that of ordinary
+launches. It lets its successor start at once, or near its end where that has few and long programs (after `conv`,
+`exact` and `parallel`): programs that start early are packed on the few multiprocessors that are free.
 """
 
 from __future__ import annotations
