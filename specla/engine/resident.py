@@ -25,6 +25,7 @@ from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape
 from specla.resident.walk import NOT_FINITE
 from specla.sampling import Plan
 
+PAUSE = 0.02  # seconds between two steps from which they are the caller's own, and no cost of a round
 MOST = 1 << 30  # tokens that a slot counts down from
 CHOICES = (0, 3, 7, 15)  # drafts, so that trees have 1, 4, 8 or 16 nodes
 
@@ -52,7 +53,8 @@ class ResidentEngine(Engine):
 
     A sequence that ends by its length or by one of its first stop tokens (STOPS of them) ends on the device, where the
     round is. One that the host ends, by a further stop token or `should_stop`, has run a round too many by then, which
-    is dropped with its slot; those that keep their slot hence run in step.
+    is dropped with its slot; those that keep their slot hence run in step. A trained drafter begins anew where such a
+    sequence is resumed.
     """
 
     target: GatedDeltaNet
@@ -73,7 +75,7 @@ class ResidentEngine(Engine):
             config = replace(config, num_speculative_tokens=0)
         self.budget = Budget(config, CHOICES)
         self._flights: deque[_Launched] = deque()
-        self._timed, self._landed_at = False, 0.0
+        self._timed, self._landed_at, self._left_at = False, 0.0, 0.0
 
     @staticmethod
     def takes(target: Target, drafter: Drafter, config: SpeculativeConfig) -> bool:
@@ -98,6 +100,8 @@ class ResidentEngine(Engine):
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
         """As that of `Engine`, by the oldest round in flight: when it returns, a later one may be running already."""
+        if time.perf_counter() - self._left_at > PAUSE:
+            self._disturb()
         self.admit()
         try:
             while self.running or self._flights:
@@ -106,6 +110,7 @@ class ResidentEngine(Engine):
                     self._launch()
                 grown = self._land()
                 if grown:
+                    self._left_at = time.perf_counter()
                     return grown
         except FloatingPointError:
             raise

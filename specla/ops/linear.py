@@ -24,7 +24,9 @@ ALIGNMENT = 64  # bytes; a BLAS may sum in another order when a matrix starts el
 TIMED_ENTRIES, TIMED_SECONDS = 2 << 20, 0.1
 CACHES = 64 << 20  # bytes that do not fit any cache
 LARGE = 4 << 20  # entries of a weight from which one probe has to do
-PROMPT = 4096  # rows from which a GPU multiplies as is fastest: no round has so many
+PROMPT = (
+    1 << 18
+)  # rows beyond which a GPU multiplies as is fastest: no round has so many, 4096 trees of 64 nodes
 
 
 class Form(NamedTuple):

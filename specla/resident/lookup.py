@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specla.ops.triton import MAX_NODES
 from specla.resident.drafts import Drafts
 from specla.resident.slots import Slots
 
@@ -13,7 +14,14 @@ BLOCK = 4096  # places that are compared at a time
 
 
 def lookup(
-    rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, *, max_ngram: int = 4, min_ngram: int = 1
+    rows: Tensor,
+    slots: Slots,
+    limit: Tensor,
+    out: Drafts,
+    *,
+    max_ngram: int = 4,
+    min_ngram: int = 1,
+    num_steps: int = MAX_NODES,
 ) -> None:
     """Draft the tokens that followed the latest earlier occurrence of the longest suffix that has one.
 
@@ -23,17 +31,17 @@ def lookup(
     Args:
         rows: int32 `[B]` slot of each row, -1 for padding.
         limit: int32 `[1]` most drafts of a row.
-        max_ngram, min_ngram: lengths of the suffix, at least 1.
+        max_ngram, min_ngram: lengths of the suffix, at least 1. num_steps: most drafts, at least 1.
     """
     batch, size = out.tokens.shape
-    assert 1 <= min_ngram <= max_ngram and limit.shape == (1,)
+    assert 1 <= min_ngram <= max_ngram and num_steps >= 1 and limit.shape == (1,)
     assert all(x.is_contiguous() for x in (rows, *out))
     max_length = slots.history.shape[1]
     lookup_kernel[(batch,)](
         rows, slots.root, slots.position, slots.remaining, slots.history, limit, *out,
         max_length,
         N=size, P=triton.next_power_of_2(size), BLOCK=min(BLOCK, triton.next_power_of_2(max_length)),
-        MAX=max_ngram, MIN=min_ngram, num_warps=8,
+        MAX=max_ngram, MIN=min_ngram, STEPS=min(num_steps, size - 1), num_warps=8,
     )  # fmt: skip
 
 
@@ -42,6 +50,7 @@ def lookup_kernel(
     rows, root, position, remaining, history, limit, tokens, parent, num_nodes,
     max_length,
     N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
+    STEPS: tl.constexpr,
 ):  # fmt: skip
     i_b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + i_b).to(tl.int64)
@@ -49,7 +58,7 @@ def lookup_kernel(
     p_history = history + slot * max_length
     length = tl.load(position + slot, real, other=0)
     length = tl.where(length > max_length, 0, length).to(tl.int32)
-    room = tl.minimum(N - 1, tl.minimum(tl.load(limit), tl.load(remaining + slot, real, other=0) - 1))
+    room = tl.minimum(STEPS, tl.minimum(tl.load(limit), tl.load(remaining + slot, real, other=0) - 1))
 
     # A place is where the token after an occurrence stands; keys rank longer ones first, then later ones.
     best = tl.full([], 0, tl.int64)

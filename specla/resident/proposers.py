@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
 from specla.resident.drafts import Drafts
 from specla.resident.eagle import Eagle
@@ -70,17 +71,26 @@ class TokenProposer:
 
 
 class Lookup(TokenProposer):
-    """Prompt lookup: a chain after the latest of the longest matches, as long as `limit` allows.
+    """Prompt lookup: a chain after the latest of the longest matches. In trees of one node, plain decoding.
 
-    Unlike `NgramDrafter` it has neither `topk` nor `num_steps`. In trees of one node it is plain decoding.
+    Args:
+        max_ngram, min_ngram, num_steps: as `NgramDrafter` has them, whose `topk` is 1 here.
     """
 
-    def __init__(self, max_ngram: int = 4, min_ngram: int = 1):
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 1, num_steps: int = MAX_NODES):
         super().__init__()
-        self.max_ngram, self.min_ngram = max_ngram, min_ngram
+        self.max_ngram, self.min_ngram, self.num_steps = max_ngram, min_ngram, num_steps
 
     def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
-        lookup(rows, slots, limit, out, max_ngram=self.max_ngram, min_ngram=self.min_ngram)
+        lookup(
+            rows,
+            slots,
+            limit,
+            out,
+            max_ngram=self.max_ngram,
+            min_ngram=self.min_ngram,
+            num_steps=self.num_steps,
+        )
 
 
 class Synthetic(TokenProposer):
@@ -139,5 +149,5 @@ def twin_of(
     if isinstance(drafter, SyntheticDrafter):
         return Synthetic(drafter, num_slots, max_length, device)
     if isinstance(drafter, NgramDrafter):
-        return Lookup(drafter.max_ngram, drafter.min_ngram)
+        return Lookup(drafter.max_ngram, drafter.min_ngram, drafter.num_steps)
     return Lookup()

@@ -82,6 +82,10 @@ class Rounds:
         self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
         self.turn = 0  # the bank that the next round fills
         self._prepared: dict[Shape, _Prepared] = {}
+        if (
+            self.device.type == "cuda"
+        ):  # captures take turns and no two graphs run at a time, so all share their memory
+            self._stream, self._memory = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.size = 1  # of the trees of the last round
         self._limit, self._oversized = 0, 0  # what `limit` holds; rounds in a row in too large a graph
 
@@ -144,20 +148,27 @@ class Rounds:
             run = partial(self._round, shape, rows, drafts, outcome)
             return _Prepared(run, Flight(outcome, None), (drafts, outcome))
         host = Outcome(torch.zeros_like(outcome.packed, device="cpu").pin_memory())
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            kept = [x.clone() for x in self.proposer.kept]
-            self._round(shape, torch.full_like(rows, -1), drafts, outcome)  # compiles, and touches no slot
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                self._warm_up(shape, torch.full_like(rows, -1), drafts, outcome)
+                with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                    self._round(shape, rows, drafts, outcome)
+                    host.packed.copy_(outcome.packed, non_blocking=True)
+        finally:
+            current.wait_stream(self._stream)
+        return _Prepared(graph.replay, Flight(host, torch.cuda.Event()), (drafts, outcome))
+
+    def _warm_up(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
+        """A round of padding rows alone: it compiles what a capture wants compiled, and touches no slot."""
+        kept = [x.clone() for x in self.proposer.kept]
+        try:
+            self._round(shape, rows, drafts, outcome)
+        finally:
             for tensor, before in zip(self.proposer.kept, kept, strict=True):
                 tensor.copy_(before)
-            stream.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                self._round(shape, rows, drafts, outcome)
-                host.packed.copy_(outcome.packed, non_blocking=True)
-        torch.cuda.current_stream(self.device).wait_stream(stream)
-        return _Prepared(graph.replay, Flight(host, torch.cuda.Event()), (drafts, outcome))
+            self._stream.synchronize()
 
     def _round(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
         self.proposer.propose(rows, self.slots, self.limit, drafts, shape.plan.noise)

@@ -41,23 +41,24 @@ histories = st.integers(1, 3).flatmap(lambda most: st.lists(st.integers(0, most)
 
 @given(
     st.lists(st.tuples(histories, st.integers(1, 9)), min_size=1, max_size=4),
-    st.integers(-1, 12), st.integers(1, 10), st.integers(1, 5), st.integers(1, 5), st.randoms(use_true_random=False),
+    st.integers(-1, 12), st.integers(1, 10), st.integers(1, 5), st.integers(1, 5), st.integers(1, 12),
+    st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_the_latest_longest_match_is_followed(rows, limit, size, one, other, random) -> None:
+def test_the_latest_longest_match_is_followed(rows, limit, size, one, other, steps, random) -> None:
     min_ngram, max_ngram = sorted((one, other))
     slots = garbage_slots(6, size, 40, 1)
     owners = random.sample(range(6), len(rows))
     for slot, (tokens, remaining) in zip(owners, rows, strict=True):
         slots.admit(slot, tokens, remaining=remaining)
     owners.insert(random.randint(0, len(rows)), -1)
-    out = looked_up(owners, slots, limit, size, max_ngram=max_ngram, min_ngram=min_ngram)
+    out = looked_up(owners, slots, limit, size, max_ngram=max_ngram, min_ngram=min_ngram, num_steps=steps)
     held = dict(zip((slot for slot in owners if slot >= 0), rows, strict=True))
     for b, slot in enumerate(owners):
         if slot < 0:
             check(out, b, [0])
             continue
         tokens, remaining = held[slot]
-        check(out, b, chain(tokens, min(size - 1, limit, remaining - 1), max_ngram, min_ngram))
+        check(out, b, chain(tokens, min(size - 1, limit, remaining - 1, steps), max_ngram, min_ngram))
 
 
 @given(st.integers(2, 4), st.integers(BLOCK - 9, 2 * BLOCK + 100), st.integers(0, 2**31))

@@ -111,9 +111,7 @@ def linear_kernel(
         last = True
         if SPLIT > 1:
             i_b = i_r * tl.num_programs(0) + i_m
-            p_part = (
-                held + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
-            )
+            p_part = held + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
             tl.store(p_part + i_s * BM * BR, b_o)
             tl.debug_barrier()
             last = tl.atomic_add(arrived + i_b, 1) == SPLIT - 1
