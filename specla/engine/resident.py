@@ -67,8 +67,10 @@ class ResidentEngine(Engine):
         max_num_seqs: int = 8,
         seed: int = 0,
     ):
-        super().__init__(target, drafter, config, max_num_seqs, seed)
+        """Raises ValueError when the states do not fit the device."""
         assert isinstance(target, GatedDeltaNet)
+        check_memory(target, config.max_draft + 1, max_num_seqs, target.norm.weight.device)
+        super().__init__(target, drafter, config, max_num_seqs, seed)
         proposer = twin_of(drafter, max_num_seqs, self.pool.max_nodes, HISTORY, self.pool.device)
         self.rounds = Rounds(target, self.pool, proposer, config.verify)
         if isinstance(drafter, NoDrafter):
@@ -216,6 +218,20 @@ class ResidentEngine(Engine):
         self.rounds.stop(slot)
         self.rounds.slots.count[slot] = kept
         self.rounds.flush(slot)
+
+
+def check_memory(target: GatedDeltaNet, max_nodes: int, num_slots: int, device: torch.device) -> None:
+    """ValueError when the states of so many sequences and two banks of their drafts do not fit beside the weights."""
+    if device.type != "cuda":
+        return
+    one = target.new_pool(1, max_nodes)
+    needed = num_slots * (one.bytes_per_sequence() + 2 * max_nodes * one.bytes_per_node())
+    free, _ = torch.cuda.mem_get_info(device)
+    if needed > free:
+        raise ValueError(
+            f"{num_slots} sequences with up to {max_nodes - 1} drafts need {needed:,} bytes for states and drafts, and "
+            f"{free:,} are free on {device}: lower max_num_seqs or num_speculative_tokens"
+        )
 
 
 def plan_of(params: list[SamplingParams]) -> Plan:

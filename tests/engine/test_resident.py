@@ -18,7 +18,7 @@ import specla.resident.rounds as rounds
 from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
-from specla.engine.resident import ResidentEngine, make_engine
+from specla.engine.resident import ResidentEngine, check_memory, make_engine
 from specla.engine.sequence import Sequence
 from specla.ops import triton as kernels
 from tests.engine.residents import (
@@ -484,3 +484,15 @@ def test_a_target_may_lie_on_another_gpu_than_the_current_one() -> None:
             engine.step()
         texts.append([sequence.output for sequence in sequences])
     assert texts[0] == texts[1]
+
+
+def test_states_that_do_not_fit_are_told_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = make_target("plain")
+    one = net.new_pool(1, 9)
+    needed = 5 * (one.bytes_per_sequence() + 18 * one.bytes_per_node())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (needed, 2 * needed))
+    gpu = torch.device("cuda")
+    check_memory(net, 9, 5, gpu)
+    with pytest.raises(ValueError, match="6 sequences with up to 8 drafts need") as error:
+        check_memory(net, 9, 6, gpu)
+    assert f"and {needed:,} are free" in str(error.value)
