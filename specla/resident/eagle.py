@@ -63,13 +63,8 @@ class Eagle:
         prune_threshold: float | None,
     ):
         config, weight = network.config, network.fc.weight
-        self.network, self.num_steps, self.topk, self.prune_threshold = (
-            network,
-            num_steps,
-            topk,
-            prune_threshold,
-        )
-        self.layer_ids = config.layer_ids
+        self.network, self.layer_ids = network, config.layer_ids
+        self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
         self.length = max_nodes  # of a chain that is read
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
         heads, dim = config.num_heads, config.head_dim
@@ -87,10 +82,9 @@ class Eagle:
         features = weight.new_zeros(num_slots * max_nodes, len(config.layer_ids) * config.hidden_size)
         self.backlog = Backlog(features, zeros(num_slots, max_nodes), zeros(num_slots), zeros(1) + 1)
         self.rooted = zeros(num_slots)  # whether bank 1 holds a root to commit
-        self.first = zeros(num_slots, max_nodes) + torch.arange(
-            max_nodes, dtype=torch.int32, device=weight.device
-        )
-        self.chain, self.nothing = self.first - 1, zeros(num_slots)
+        # paths, parents and pending nodes that stay as they are
+        self.path = zeros(num_slots, max_nodes) + torch.arange(max_nodes, device=weight.device).int()
+        self.chain, self.nothing = self.path - 1, zeros(num_slots)
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
 
@@ -145,7 +139,7 @@ class Eagle:
             first = 1 + (depth - 1) * width
             num_nodes = grow_chain(reading, grown.follow, parent, first)
             now = Round(
-                Tree.resident(parent[:, : first + width], num_nodes), rows, self.first[:batch],
+                Tree.resident(parent[:, : first + width], num_nodes), rows, self.path[:batch],
                 reading.before_last if depth == 1 else self.nothing[:batch], 1,
             )  # fmt: skip
             hidden, normed = self._level(projected, grown.target_ids, grown.follow, hidden, now)
@@ -165,7 +159,7 @@ class Eagle:
         x, stream = self._enter(reading.tokens, hidden, None, batch)
         read = linear(x, self._mixer.in_proj.weight)
         chain = Tree.resident(self.chain[:batch], reading.num_tokens)
-        now = Round(chain, rows, self.first[:batch], self.rooted[:batch], 0)
+        now = Round(chain, rows, self.path[:batch], self.rooted[:batch], 0)
         grid = read.unflatten(0, (batch, length))
         o = recur(self._mixer, grid, self.state, self.conv_state, self.banks, now)
         normed = self._leave(o.flatten(0, 1), read, stream)
@@ -178,7 +172,7 @@ class Eagle:
 
     def _commit(self, rows: Tensor, reading: Reading) -> None:
         """Leave nothing of the chain pending, where nothing is to be drafted."""
-        bank, path, count = self.banks[0], self.first[: len(rows)], reading.num_tokens
+        bank, path, count = self.banks[0], self.path[: len(rows)], reading.num_tokens
         launch_commit(self.state, bank.factors, path, count, rows, by_slot=True)
         launch_conv_commit(self.conv_state, bank.conv_inputs, path, count, rows, by_slot=True)
         self.rooted[: len(rows)].zero_()

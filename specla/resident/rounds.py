@@ -82,9 +82,8 @@ class Rounds:
         self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
         self.turn = 0  # the bank that the next round fills
         self._prepared: dict[Shape, _Prepared] = {}
-        if (
-            self.device.type == "cuda"
-        ):  # captures take turns and no two graphs run at a time, so all share their memory
+        if self.device.type == "cuda":
+            # captures take turns and no two graphs run at a time, so all share their memory
             self._stream, self._memory = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.size = 1  # of the trees of the last round
         self._limit, self._oversized = 0, 0  # what `limit` holds; rounds in a row in too large a graph
@@ -181,9 +180,8 @@ class Rounds:
         batch, size = shape.batch, shape.size
         now = Round(tree, rows, self.slots.path[:batch], self.slots.count[:batch], shape.turn, self.mode)
         taps = self.proposer.taps(batch, size)
-        return head(self.target, read_trees(self.target, self.layers, drafts.tokens, now, taps)).unflatten(
-            0, (batch, size)
-        )
+        hidden = read_trees(self.target, self.layers, drafts.tokens, now, taps)
+        return head(self.target, hidden).unflatten(0, (batch, size))
 
     def accept(
         self, shape: Shape, rows: Tensor, drafts: Drafts, tree: Tree, logits: Tensor, outcome: Outcome
