@@ -15,10 +15,8 @@ from specla.drafters.network import Eagle as Network
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
 from specla.ops import triton as kernels
-from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.triton.linear import linear, linear_parts, swiglu
 from specla.ops.triton.norm import add_norm
-from specla.ops.verify import launch_commit
 from specla.resident.drafts import Drafts
 from specla.resident.features import Backlog, Reading, gather, grow_chain, keep, pair_norm, take_last
 from specla.resident.forward import Layers, Round, finish as finish_mixer, logits_of, recur
@@ -127,7 +125,9 @@ class Eagle:
         reading = gather(rows, slots, self.backlog, limit, self.length)
         projected, hidden, normed = self._read(rows, reading)
         if size == 1:
-            self._commit(rows, reading)
+            # nothing is to be drafted from the chain, so nothing of it stays pending
+            self.layers.commit(0, self.path[:batch], reading.num_tokens, rows)
+            self.rooted[:batch].zero_()
             out.tokens.copy_(slots.root[:batch, None])
             return
         network, width = self.network, self.topk
@@ -169,13 +169,6 @@ class Eagle:
         take_last(stream.unflatten(0, (batch, length)), reading.num_tokens, last[0])
         take_last(normed.unflatten(0, (batch, length)), reading.num_tokens, last[1])
         return projected, *last
-
-    def _commit(self, rows: Tensor, reading: Reading) -> None:
-        """Leave nothing of the chain pending, where nothing is to be drafted."""
-        bank, path, count = self.banks[0], self.path[: len(rows)], reading.num_tokens
-        launch_commit(self.state, bank.factors, path, count, rows, by_slot=True)
-        launch_conv_commit(self.conv_state, bank.conv_inputs, path, count, rows, by_slot=True)
-        self.rooted[: len(rows)].zero_()
 
     def _level(
         self, projected: Tensor, tokens: Tensor, follow: Tensor, hidden: Tensor, now: Round

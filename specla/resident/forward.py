@@ -14,12 +14,13 @@ from torch import Tensor
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.layers import Block, DeltaMixer
 from specla.ops import Factors, triton as kernels
+from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.factors import Pending
 from specla.ops.gate import Gate
 from specla.ops.triton.conv import tree_conv
 from specla.ops.triton.linear import linear, linear_parts, swiglu
 from specla.ops.triton.norm import add_norm, embed_norm, gated_norm
-from specla.ops.verify import launch
+from specla.ops.verify import launch, launch_commit
 from specla.state import RecurrentState
 from specla.tree import Tree
 
@@ -47,6 +48,12 @@ class Layers(NamedTuple):
         own = Bank(group.factors, group.conv_inputs)
         other = Bank(Factors(*map(torch.zeros_like, group.factors)), torch.zeros_like(group.conv_inputs))
         return cls(group.state, group.conv_state, (own, other))
+
+    def commit(self, bank: int, path: Tensor, count: Tensor, slots: Tensor) -> None:
+        """Commit the first `count` nodes `[B]` of each `path` `[B, P]` from a bank, in all layers of `slots` `[B]`."""
+        factors, inputs = self.banks[bank]
+        launch_commit(self.state, factors, path, count, slots, by_slot=True)
+        launch_conv_commit(self.conv_state, inputs, path, count, slots, by_slot=True)
 
 
 class Round(NamedTuple):

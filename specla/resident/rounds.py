@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.triton.schedule import schedule_of
-from specla.ops.verify import launch_commit
 from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.draw import draw
 from specla.resident.forward import Layers, Round, head, read_trees
@@ -119,10 +117,8 @@ class Rounds:
 
     def flush(self, slot: int) -> None:
         """Commit what the last round has left pending in a slot, which must have taken part in it."""
-        bank, slots = self.layers.banks[1 - self.turn], torch.tensor([slot], device=self.device)
         path, count = self.slots.path[slot : slot + 1], self.slots.count[slot : slot + 1]
-        launch_commit(self.layers.state, bank.factors, path, count, slots, by_slot=True)
-        launch_conv_commit(self.layers.conv_state, bank.conv_inputs, path, count, slots, by_slot=True)
+        self.layers.commit(1 - self.turn, path, count, torch.tensor([slot], device=self.device))
         self.slots.count[slot] = 0
 
     def bucket(self, batch: int) -> int:

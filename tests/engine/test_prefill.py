@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specla.models import gated_deltanet
+from specla.models import gated_deltanet, past
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.ops import chunk
 from specla.state import StatePool
 from specla.tree import Tree
 from tests.targets import VARIANTS, committed, distance, equal, make_target, prompt, read_one_by_one, take
@@ -136,3 +137,25 @@ def test_a_prefill_of_the_same_text_gives_the_same_bits() -> None:
     target = make_target("grouped")
     first, second = (prefilled(target, [prompt(170)]) for _ in range(2))
     assert equal(committed(first, 0), committed(second, 0))
+
+
+@pytest.mark.parametrize("variant", ["plain", "grouped_wide", "no_conv"])
+def test_a_prompt_read_by_kernels_leaves_the_same_state(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    target, text, reads = make_target(variant), prompt(75), 0
+    want = prefilled(target, [text])
+
+    def launched(*args: torch.Tensor) -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        return chunk.launch(*args)
+
+    assert not chunk.takes(want.layers[0].state, None)  # on a CPU plain torch reads
+    monkeypatch.setattr(past, "takes_prompt", lambda *args: True)
+    monkeypatch.setattr(past, "launch_prompt", launched)
+    monkeypatch.setattr(gated_deltanet, "PREFILL_CHUNK", 40)
+    got = prefilled(target, [text])
+    assert reads == 2 * target.config.num_hidden_layers
+    assert distance(committed(got, 0), committed(want, 0)) < 1e-4

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -70,3 +72,18 @@ def test_what_has_no_kernels_stays_on_the_host() -> None:
         ({"feature_norm": "each"}, 4, 2), ({}, 1, 2), ({}, 4, 9), ({}, 16, 8),
     ):  # fmt: skip
         assert not supports(make_network(**changes), steps, topk)
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
+def test_rounds_without_drafts_are_read_like_all_others() -> None:
+    """Sizes change from round to round; what is drafted after a plain round tells what was read in it."""
+    network, texts, counts = make_network(), [], []
+    for kind in (Engine, ResidentEngine):
+        engine = kind(make_target("plain"), EagleDrafter(network, 6, 4, 2, max_num_seqs=1), SPECULATION, 1)
+        engine.budget.choose = cycle([6, 0, 3, 0, 0, 6]).__next__
+        sequence = engine.add(PROMPTS[0], SamplingParams(max_tokens=9, temperature=1.0, seed=3))
+        while engine.has_work:
+            engine.step()
+        texts.append(sequence.output)
+        counts.append((sequence.metrics.num_draft_tokens, sequence.metrics.accepted_per_round))
+    assert texts[0] == texts[1] and counts[0] == counts[1]
