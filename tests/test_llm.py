@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -419,3 +421,14 @@ def test_drafts_of_the_bundled_model_change_nothing(capsys: pytest.CaptureFixtur
     assert report["drafter"] == (drafter or "eagle+ngram")
     assert report["compare"]["identical"] is True
     assert report["num_accepted_draft_tokens"] > 0
+
+
+def test_triton_is_an_extra() -> None:
+    """Without it everything that a CPU needs still loads and runs."""
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from specla import LLM, SamplingParams; import specla.bench.report, specla.ops\n"
+        "print(len(LLM(device='cpu').generate('The', SamplingParams(max_tokens=2))[0].outputs[0].token_ids))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "2\n", done.stderr[-2000:]

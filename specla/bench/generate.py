@@ -17,9 +17,9 @@ from typing import Any
 from specla.bench.prompts import BenchPrompt
 from specla.drafters import SyntheticDrafter
 from specla.drafters.network import Eagle
+from specla.engine.choice import make_engine
 from specla.engine.drafting import make_drafter
 from specla.engine.params import SamplingParams, SpeculativeConfig
-from specla.engine.resident import make_engine
 from specla.models.target import Target
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from specla.drafters import Drafter, NoDrafter, SyntheticDrafter
+from specla.engine.choice import make_engine
 from specla.engine.drafting import choose_drafter, load_network, make_drafter
 from specla.engine.outputs import RequestOutput
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer, check_sampling
-from specla.engine.resident import make_engine
 from specla.engine.sequence import Sequence
 from specla.engine.session import Session, advance
 from specla.engine.text import Prompt, TextStream, encode_prompt, make_output, with_end_tokens

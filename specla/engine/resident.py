@@ -39,15 +39,6 @@ class _Launched(NamedTuple):
     timed: bool  # whether rounds alone have kept device and host since the launch before
 
 
-def make_engine(
-    target: Target, drafter: Drafter, config: SpeculativeConfig, max_num_seqs: int = 8, seed: int = 0
-) -> Engine:
-    """The resident engine where target and drafter have kernels for all of a round, else the one that runs anywhere."""
-    if ResidentEngine.takes(target, drafter, config):
-        return ResidentEngine(target, drafter, config, max_num_seqs, seed)
-    return Engine(target, drafter, config, max_num_seqs, seed)
-
-
 class ResidentEngine(Engine):
     """Runs rounds as CUDA graphs, one ahead of what the host has seen.
 

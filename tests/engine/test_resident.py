@@ -16,9 +16,10 @@ from hypothesis import given, strategies as st
 import specla.engine.resident as resident
 import specla.resident.rounds as rounds
 from specla.drafters import Drafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.engine.choice import make_engine
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
-from specla.engine.resident import ResidentEngine, check_memory, make_engine
+from specla.engine.resident import ResidentEngine, check_memory
 from specla.engine.sequence import Sequence
 from specla.ops import triton as kernels
 from tests.engine.residents import (
