@@ -49,10 +49,13 @@ GREEDY = Plan(noise=False, penalty=False, ranks=0, min_p=False)
 
 
 class Way(NamedTuple):
-    """How much is drafted and how often a draft is right; `network`: whether a trained drafter does its work, too."""
+    """How much is drafted and how often a draft is right; `network`: whether a trained drafter does its work, too.
+
+    drafts: None leaves it to the engine, up to 15.
+    """
 
     name: str
-    drafts: int
+    drafts: int | None
     steps: int
     topk: int
     rate: float
@@ -67,6 +70,7 @@ WAYS = (
     Way("eagle, 3 at 0.7", 3, 3, 1, 0.7, True),
     Way("eagle, 7 at 0.7", 7, 7, 1, 0.7, True),
     Way("eagle, tree 16 at 0.7", 15, 5, 4, 0.7, True),
+    Way("eagle, auto at 0.7", None, 7, 1, 0.7, True),
 )
 
 
@@ -87,9 +91,14 @@ class Shadowed:
         self.eagle.admit(slot, key, size)
         self.told.admit(slot, key, size)
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
-        self.eagle.propose(rows, slots, limit, out, noisy)
-        self.told.propose(rows, slots, limit, out, noisy)
+    def reading(self, last: int, size: int) -> int:
+        return self.eagle.reading(last, size)
+
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
+        self.eagle.propose(rows, slots, limit, out, noisy, reading)
+        self.told.propose(rows, slots, limit, out, noisy, reading)
 
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
         return self.eagle.taps(batch, size)
@@ -161,7 +170,7 @@ def _measure_batch(
     for way in WAYS:
         engine = engine_of(target, network, way, batch, seed)
         rows.append(_row(way.name, run(engine, prompts, params, repeat, plain.outputs), plain))
-        if way.network and way.topk > 1:
+        if way.network and way.topk > 1 and way.drafts is not None:
             parts = time_parts(engine, way.drafts)
     made = {
         "batch": batch, "max_tokens": params.max_tokens, "ways": rows, "parts_ms": parts,
@@ -173,23 +182,29 @@ def _measure_batch(
 
 def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, seed: int) -> ResidentEngine:
     """An engine that drafts in this way."""
-    config = SpeculativeConfig(way.drafts, way.steps, way.topk, synthetic_acceptance_rate=way.rate)
-    vocab_size = target.config.vocab_size
-    drafter = SyntheticDrafter(way.rate, way.drafts, way.steps, way.topk, vocab_size, seed)
+    drafts = "auto" if way.drafts is None else way.drafts
+    config = SpeculativeConfig(drafts, way.steps, way.topk, synthetic_acceptance_rate=way.rate)
+    drafter = SyntheticDrafter(
+        way.rate, config.max_draft, way.steps, way.topk, target.config.vocab_size, seed
+    )
     engine = ResidentEngine(target, drafter, config, batch)
     if way.network:
-        eagle = Eagle(network, batch, way.drafts + 1, way.steps, way.topk, None)
+        eagle = Eagle(network, batch, config.max_draft + 1, way.steps, way.topk, None)
         engine.rounds.proposer = Shadowed(eagle, engine.rounds.proposer)
     return engine
 
 
 class Run(NamedTuple):
-    """A batch decoded several times; seconds and rounds are medians."""
+    """A batch decoded several times; seconds and rounds are medians.
+
+    rate: tokens a second of the whole batch until the first of its sequences ends, as where others take their places.
+    """
 
     outputs: list[list[int]]
     seconds: float
     rounds: float
     acceptance_length: float
+    rate: float
 
 
 def run(
@@ -197,7 +212,7 @@ def run(
     references: Sequence[list[int]] = (),
 ) -> Run:  # fmt: skip
     """Decode a batch `repeat` times, after two that capture; wall time without admission and prefill."""
-    seconds, rounds = [], []
+    seconds, rounds, rates = [], [], []
     outputs: list[list[int]] = []
     for _ in range(repeat + 2):
         engine.num_requests = 0  # the same drafts each time
@@ -208,18 +223,22 @@ def run(
         engine.admit()
         if engine.pool.device.type == "cuda":
             torch.cuda.synchronize(engine.pool.device)
-        start, count = time.perf_counter(), 0
+        start, count, full = time.perf_counter(), 0, True
         while engine.has_work:
             engine.step()
             count += 1
+            if full:
+                rate = sum(len(sequence.output) for sequence in sequences) / (time.perf_counter() - start)
+                full = len(engine.running) == len(sequences)
         seconds.append(time.perf_counter() - start)
+        rates.append(rate)
         rounds.append(count)
         before, outputs = outputs, [sequence.output for sequence in sequences]
         if before and before != outputs:
             raise UnrepeatableError("a batch that is decoded again gives other tokens")
         metrics = [sequence.metrics for sequence in sequences]
     length = sum(m.num_tokens for m in metrics) / sum(m.num_spec_steps for m in metrics)
-    return Run(outputs, median(seconds[2:]), median(rounds[2:]), length)
+    return Run(outputs, median(seconds[2:]), median(rounds[2:]), length, median(rates[2:]))
 
 
 def _row(name: str, got: Run, plain: Run) -> dict[str, Any]:
@@ -230,6 +249,7 @@ def _row(name: str, got: Run, plain: Run) -> dict[str, Any]:
         row |= {
             "tokens_per_s": round(sum(map(len, got.outputs)) / got.seconds, 1),
             "speedup": round(plain.seconds / got.seconds, 3),
+            "steady_speedup": round(got.rate / plain.rate, 3),
             "acceptance_length": round(got.acceptance_length, 3),
             "round_ms": round(1000 * step, 4),
             "plain_steps": round(step / plain_step, 3),
@@ -244,11 +264,13 @@ def time_parts(engine: ResidentEngine, drafts: int, replays: int = 20) -> dict[s
     batch, device = rounds.num_slots, rounds.device
     assert isinstance(engine.drafter, SyntheticDrafter)
     for slot in range(batch):
-        engine.drafter.references[slot] = [1, 2, 3] * PROMPT
+        engine.drafter.references[slot] = [1, 2, 3] * 1000
         rounds.slots.admit(slot, [1, 2, 3], remaining=1 << 30)
         rounds.proposer.admit(slot, slot, rounds.size)
     rows = torch.arange(batch, dtype=torch.int32, device=device)
-    shape, outcome = Shape(batch, drafts + 1, GREEDY, 0), new_outcome(batch, drafts + 1, device)
+    size = drafts + 1
+    shape = Shape(batch, size, GREEDY, 0, rounds.proposer.reading(size, size))
+    outcome = new_outcome(batch, size, device)
     made = new_drafts(batch, drafts + 1, device)
     rounds.limit.fill_(drafts)
     held: list[Tensor] = []
@@ -257,7 +279,7 @@ def time_parts(engine: ResidentEngine, drafts: int, replays: int = 20) -> dict[s
         return Tree.resident(made.parent, made.num_nodes)
 
     def propose() -> None:
-        rounds.proposer.propose(rows, rounds.slots, rounds.limit, made, False)
+        rounds.proposer.propose(rows, rounds.slots, rounds.limit, made, False, shape.read)
 
     def verify() -> None:
         held[:] = [rounds.verify(shape, rows, made, tree())]
@@ -305,7 +327,9 @@ def format_batch(made: dict[str, Any]) -> str:
     ]
     for row in made["ways"]:
         if row["identical"]:
-            speed = f"{row['tokens_per_s']:10.0f} tokens/s {row['speedup']:6.2f}x"
+            speed = (
+                f"{row['tokens_per_s']:10.0f} tokens/s {row['speedup']:6.2f}x {row['steady_speedup']:6.2f}x"
+            )
             step = f"{row['round_ms']:8.3f} ms a round = {row['plain_steps']:5.2f} plain steps"
             lines.append(f"  {row['name']:24}{speed} {step}, {row['acceptance_length']:5.2f} tokens a round")
         else:

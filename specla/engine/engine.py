@@ -15,6 +15,7 @@ from specla.engine.loop import run_round
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer
 from specla.engine.sequence import Sequence
 from specla.models.target import Tap, Target
+from specla.state import StatePool
 
 
 class Engine:
@@ -35,7 +36,7 @@ class Engine:
         check_integer("max_num_seqs", max_num_seqs, 1)
         self.target, self.drafter = target, drafter
         self.config = config or SpeculativeConfig()
-        self.pool = target.new_pool(max_num_seqs, self.config.max_draft + 1)
+        self.pool = self._new_pool(max_num_seqs)
         self.budget = Budget(self.config)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -141,6 +142,9 @@ class Engine:
             self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
         self._let_go(batch)
         return batch
+
+    def _new_pool(self, num_slots: int) -> StatePool:
+        return self.target.new_pool(num_slots, self.config.max_draft + 1)
 
     def _let_go(self, batch: list[Sequence]) -> None:
         """Of the sequences of a round, those that have ended run no more."""

@@ -21,9 +21,10 @@ from specla.models.target import Target
 from specla.ops.triton import MAX_NODES
 from specla.resident.forward import supports
 from specla.resident.proposers import has_twin, twin_of
-from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape
+from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape, num_banks
 from specla.resident.walk import NOT_FINITE
 from specla.sampling import Plan
+from specla.state import StatePool
 
 PAUSE = 0.02  # seconds between two steps from which they are the caller's own, and no cost of a round
 MOST = 1 << 30  # tokens that a slot counts down from
@@ -62,8 +63,9 @@ class ResidentEngine(Engine):
         assert isinstance(target, GatedDeltaNet)
         check_memory(target, config.max_draft + 1, max_num_seqs, target.norm.weight.device)
         super().__init__(target, drafter, config, max_num_seqs, seed)
-        proposer = twin_of(drafter, max_num_seqs, self.pool.max_nodes, HISTORY, self.pool.device)
-        self.rounds = Rounds(target, self.pool, proposer, config.verify)
+        max_nodes = config.max_draft + 1
+        proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.pool.device)
+        self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify)
         if isinstance(drafter, NoDrafter):
             config = replace(config, num_speculative_tokens=0)
         self.budget = Budget(config, CHOICES)
@@ -84,7 +86,9 @@ class ResidentEngine(Engine):
     def prepare(self, params: SamplingParams) -> None:
         batch = self.rounds.bucket(self.rounds.num_slots)
         for budget in self.budget.sizes:
-            self.rounds.prepare(Shape(batch, budget + 1, plan_of([params]), 0))
+            size = budget + 1
+            for read in {self.rounds.proposer.reading(last, size) for last in (size, 0)}:
+                self.rounds.prepare(Shape(batch, size, plan_of([params]), 0, read))
 
     @torch.inference_mode()
     def admit(self) -> None:
@@ -111,6 +115,9 @@ class ResidentEngine(Engine):
             self._abandon()
             raise
         return []
+
+    def _new_pool(self, num_slots: int) -> StatePool:
+        return self.target.new_pool(num_slots, 1)  # rounds have banks of their own
 
     def release(self, sequence: Sequence) -> None:
         if sequence.slot is not None:
@@ -207,16 +214,15 @@ class ResidentEngine(Engine):
     def _settle(self, slot: int, kept: int) -> None:
         """Commit what a sequence that keeps its slot has taken of its last round, and leave it out of the next ones."""
         self.rounds.stop(slot)
-        self.rounds.slots.count[slot] = kept
-        self.rounds.flush(slot)
+        self.rounds.flush(slot, kept)
 
 
 def check_memory(target: GatedDeltaNet, max_nodes: int, num_slots: int, device: torch.device) -> None:
-    """ValueError when the states of so many sequences and two banks of their drafts do not fit beside the weights."""
+    """ValueError when the states of so many sequences and the banks of their drafts do not fit beside the weights."""
     if device.type != "cuda":
         return
     one = target.new_pool(1, max_nodes)
-    needed = num_slots * (one.bytes_per_sequence() + 2 * max_nodes * one.bytes_per_node())
+    needed = num_slots * (one.bytes_per_sequence() + num_banks(num_slots) * max_nodes * one.bytes_per_node())
     free, _ = torch.cuda.mem_get_info(device)
     if needed > free:
         raise ValueError(

@@ -203,11 +203,14 @@ def launch(
     pending: Pending | None = None,
     factors: Factors | None = None,
     by_slot: bool = False,
+    due: Tensor | None = None,
 ) -> tuple[Tensor, Factors]:
     """`gated_delta_verify` by a kernel; nothing is checked, nothing is read back.
 
     Args:
         factors: where to write them, fp32 with `M >= N` nodes; rows are slots with `by_slot`.
+        due: int32 `[B]`, 0 where what is pending is applied for this call alone, and not committed; None: nowhere. For
+            trees of one node.
     """
     from specla.ops.triton.tuning import choose
     from specla.ops.triton.verify import verify as run
@@ -226,6 +229,7 @@ def launch(
         state_indices = kernels.integers(state_indices, state.device)
     with torch.cuda.device_of(state):
         if pending is not None and not _is_fusible(pending, k, g):
+            assert due is None
             launch_commit(state, *pending, state_indices)
             pending = None
         if pending is not None:
@@ -234,7 +238,7 @@ def launch(
         return run(
             q, k, v, g, beta, tree, config,
             state=state, state_indices=state_indices, pending=pending, normalise=normalise, delta=delta, gate=gate,
-            scale=q.shape[-1] ** -0.5 if scale is None else scale, factors=factors, by_slot=by_slot,
+            scale=q.shape[-1] ** -0.5 if scale is None else scale, factors=factors, by_slot=by_slot, due=due,
         )  # fmt: skip
 
 

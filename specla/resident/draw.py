@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton.counters import counters
+from specla.ops.triton.overlap import launch_options
 from specla.resident.slots import Slots
 
 BV = 1024  # tokens that a program scores
@@ -39,7 +41,7 @@ def draw(
         best, token, counters(batch * size, logits.device), out,
         size, vocab, logits.stride(0), logits.stride(1),
         BLOCKS=blocks, BP=triton.next_power_of_2(blocks), BV=BV, NOISY=noisy,
-        num_warps=4, enable_fp_fusion=False,  # torch rounds the product before the sum
+        num_warps=4, **launch_options(rows.device), enable_fp_fusion=False,  # torch rounds the product before the sum
     )  # fmt: skip
 
 
@@ -71,7 +73,11 @@ def draw_kernel(
     logits, depth, num_nodes, rows, temperature, seed, position, best, token, arrived, out,
     size, vocab, s_b, s_n,
     BLOCKS: tl.constexpr, BP: tl.constexpr, BV: tl.constexpr, NOISY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i_v, i_n, i_b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     i_r = i_b.to(tl.int64) * size + i_n
     slot = tl.load(rows + i_b).to(tl.int64)

@@ -8,6 +8,8 @@ Bank 0 holds the chain, bank 1 the drafts.
 
 from __future__ import annotations
 
+from typing import NamedTuple, cast
+
 import torch
 from torch import Tensor
 
@@ -15,12 +17,13 @@ from specla.drafters.network import Eagle as Network
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
 from specla.ops import triton as kernels
-from specla.ops.triton.linear import linear, linear_parts, swiglu
+from specla.ops.factors import Pending
+from specla.ops.triton.linear import Int7Weight, linear, linear_parts, quantize, swiglu
 from specla.ops.triton.norm import add_norm
 from specla.resident.drafts import Drafts
-from specla.resident.features import Backlog, Reading, gather, grow_chain, keep, pair_norm, take_last
-from specla.resident.forward import Layers, Round, finish as finish_mixer, logits_of, recur
-from specla.resident.grow import MAX_STEPS, begin, expand, finish as finish_tree
+from specla.resident.features import Backlog, Reading, gather, keep, pair_norm, take_last
+from specla.resident.forward import Layers, Round, leave, logits_of, recur
+from specla.resident.grow import MAX_STEPS, begin, begin_levels, expand, finish
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
@@ -43,6 +46,25 @@ def supports(network: Network, num_steps: int, topk: int) -> bool:
     )
 
 
+class Weights(NamedTuple):
+    """What a network multiplies by: of bf16 weights seven bits, since nobody compares a draft's bits."""
+
+    fc: Tensor | Int7Weight
+    in_proj: Tensor | Int7Weight
+    o_proj: Tensor | Int7Weight
+    gate_up_proj: Tensor | Int7Weight
+    down_proj: Tensor | Int7Weight
+    lm_head: Tensor | Int7Weight
+
+    @classmethod
+    def of(cls, network: Network) -> Weights:
+        layer, mixer = network.layer, cast(DeltaMixer, network.layer.mixer)
+        mlp = layer.mlp.gate_up_proj, layer.mlp.down_proj
+        parts = (network.fc, mixer.in_proj, mixer.o_proj, *mlp, network.lm_head)
+        weights = (part.weight.detach() for part in parts)
+        return cls(*(quantize(w) if w.dtype == torch.bfloat16 else w for w in weights))
+
+
 class Eagle:
     """A proposer with an `Eagle` network that `supports` allows.
 
@@ -61,18 +83,16 @@ class Eagle:
         prune_threshold: float | None,
     ):
         config, weight = network.config, network.fc.weight
-        self.network, self.layer_ids = network, config.layer_ids
+        self.network, self.weights, self.layer_ids = network, Weights.of(network), config.layer_ids
         self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
-        self.length = max_nodes  # of a chain that is read
+        self.max_nodes = max_nodes
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
         heads, dim = config.num_heads, config.head_dim
         self.spec = RecurrentSpec(heads, heads, dim, dim, 3 * heads * dim, config.conv_size)
-        self.pool = StatePool(
-            [self.spec], num_slots, max(max_nodes, self.nodes), torch.float32, weight.device
-        )
-        self.layers = Layers.of(self.pool.groups[self.spec])
-        self.state, self.conv_state = self.layers.state[0], self.layers.conv_state[0]
-        self.banks = [bank.layer(0) for bank in self.layers.banks]
+        self.pool = StatePool([self.spec], num_slots, 1, torch.float32, weight.device)
+        room = max(max_nodes, self.nodes)
+        self.layers = Layers.of(self.pool.groups[self.spec], room)
+        self.memory = self.layers.layer(0)
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int32, device=weight.device)
@@ -83,6 +103,7 @@ class Eagle:
         # paths, parents and pending nodes that stay as they are
         self.path = zeros(num_slots, max_nodes) + torch.arange(max_nodes, device=weight.device).int()
         self.chain, self.nothing = self.path - 1, zeros(num_slots)
+        self.drafted_root = zeros(num_slots, 1) + room  # the first node of bank 1
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
 
@@ -120,55 +141,59 @@ class Eagle:
         """After the walk: what was taken is to be read in the next round."""
         keep(outcome, self.backlog)
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+    def reading(self, last: int, size: int) -> int:
+        """Where sizes change, as many as there can be at all."""
+        return size if last == size else self.max_nodes
+
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
         batch, size = out.tokens.shape
-        reading = gather(rows, slots, self.backlog, limit, self.length)
-        projected, hidden, normed = self._read(rows, reading)
+        backlog = gather(rows, slots, self.backlog, limit, reading)
+        projected, hidden, normed = self._read(rows, backlog, reading)
         if size == 1:
             # nothing is to be drafted from the chain, so nothing of it stays pending
-            self.layers.commit(0, self.path[:batch], reading.num_tokens, rows)
+            path, count = self.path[:batch], backlog.num_tokens
+            self.layers.commit(Pending(self.layers.factors, path, count), 0, path, count, rows)
             self.rooted[:batch].zero_()
             out.tokens.copy_(slots.root[:batch, None])
             return
         network, width = self.network, self.topk
         grown = begin(batch, width, self.num_steps, rows.device)
-        values, ids = self._top(normed, rows, slots, 0, noisy)
-        expand(grown, 0, values, ids, rows, network.token_ids)
-        parent = torch.full((batch, self.nodes), -1, dtype=torch.int32, device=rows.device)
+        levels = begin_levels(backlog.num_tokens, self.rooted[:batch], width, self.num_steps)
+        expand(grown, levels, 0, *self._top(normed, rows, slots, 0, noisy), rows, network.token_ids)
         for depth in range(1, self.num_steps):
-            first = 1 + (depth - 1) * width
-            num_nodes = grow_chain(reading, grown.follow, parent, first)
-            now = Round(
-                Tree.resident(parent[:, : first + width], num_nodes), rows, self.path[:batch],
-                reading.before_last if depth == 1 else self.nothing[:batch], 1,
-            )  # fmt: skip
+            tree = Tree.resident(levels.parent[:, : 1 + depth * width], levels.num_nodes[depth])
+            read = self.path[:batch], backlog.before_last if depth == 1 else self.nothing[:batch]
+            now = Round(tree, rows, *read, *read, 1)
             hidden, normed = self._level(projected, grown.target_ids, grown.follow, hidden, now)
-            expand(grown, depth, *self._top(normed, rows, slots, depth, noisy), rows, network.token_ids)
-        torch.clamp(reading.num_tokens, max=1, out=self.rooted[:batch])
+            expand(
+                grown, levels, depth, *self._top(normed, rows, slots, depth, noisy), rows, network.token_ids
+            )
         scores = torch.empty(batch, size, device=rows.device)
-        finish_tree(grown, reading.limits, rows, slots, out, scores, self.prune_threshold)
+        finish(grown, backlog.limits, rows, slots, out, scores, self.prune_threshold)
 
-    def _read(self, rows: Tensor, reading: Reading) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, rows: Tensor, backlog: Reading, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read the backlog; of the last token of each row the projections, as node 0 of `[B, nodes, P]`, the layer's
         output fp32 `[B, hidden]`, and its norm for the head.
         """
-        network, batch, length = self.network, len(rows), self.length
-        weight = network.fc.weight
-        hidden = torch.empty(batch * length, len(weight), dtype=torch.float32, device=rows.device)
-        linear(reading.features, weight, hidden)
-        x, stream = self._enter(reading.tokens, hidden, None, batch)
-        read = linear(x, self._mixer.in_proj.weight)
-        chain = Tree.resident(self.chain[:batch], reading.num_tokens)
-        now = Round(chain, rows, self.path[:batch], self.rooted[:batch], 0)
-        grid = read.unflatten(0, (batch, length))
-        o = recur(self._mixer, grid, self.state, self.conv_state, self.banks, now)
-        normed = self._leave(o.flatten(0, 1), read, stream)
-        projected = read.new_empty(batch, self.nodes, read.shape[1])
-        last = stream.new_empty(batch, stream.shape[1]), normed.new_empty(batch, normed.shape[1])
-        take_last(grid, reading.num_tokens, projected[:, 0])
-        take_last(stream.unflatten(0, (batch, length)), reading.num_tokens, last[0])
-        take_last(normed.unflatten(0, (batch, length)), reading.num_tokens, last[1])
-        return projected, *last
+        batch = len(rows)
+        width = self.network.config.hidden_size
+        hidden = torch.empty(batch * length, width, dtype=torch.float32, device=rows.device)
+        linear(backlog.features, self.weights.fc, hidden)
+        x, stream = self._enter(backlog.tokens, hidden, None, batch)
+        grid = linear(x, self.weights.in_proj).unflatten(0, (batch, length))
+        chain = Tree.resident(self.chain[:batch, :length], backlog.num_tokens)
+        rooted = self.rooted[:batch]
+        now = Round(chain, rows, self.path[:batch], rooted, self.drafted_root[:batch], rooted, 0)
+        o = recur(self._mixer, grid, self.memory, now)
+        # of the others nothing is wanted but what the recurrence has made of them
+        projected = grid.new_empty(batch, self.nodes, grid.shape[2])
+        last_o, last = o.new_empty(batch, 1, *o.shape[2:]), stream.new_empty(batch, width)
+        take_last(grid, backlog.num_tokens, projected[:, 0])
+        take_last(o.flatten(2), backlog.num_tokens, last_o.flatten(1))
+        take_last(stream.unflatten(0, (batch, length)), backlog.num_tokens, last)
+        return projected, last, self._leave(last_o, projected[:, :1], last)
 
     def _level(
         self, projected: Tensor, tokens: Tensor, follow: Tensor, hidden: Tensor, now: Round
@@ -177,11 +202,10 @@ class Eagle:
         batch, width = tokens.shape
         size = now.tree.size
         x, stream = self._enter(tokens.flatten(), hidden, follow.flatten(), batch)
-        own = linear(x, self._mixer.in_proj.weight)
-        projected[:, size - width : size] = own.unflatten(0, (batch, width))
-        o = recur(self._mixer, projected[:, :size], self.state, self.conv_state, self.banks, now)
-        normed = self._leave(o[:, size - width :].reshape(batch * width, *o.shape[2:]), own, stream)
-        return stream, normed
+        own = projected[:, size - width : size]
+        linear(x, self.weights.in_proj, own)
+        o = recur(self._mixer, projected[:, :size], self.memory, now)
+        return stream, self._leave(o[:, size - width :], own, stream)
 
     @property
     def _mixer(self) -> DeltaMixer:
@@ -201,14 +225,14 @@ class Eagle:
 
     def _leave(self, o: Tensor, projected: Tensor, stream: Tensor) -> Tensor:
         """From the recurrence to the end of the layer, whose output is left in `stream`; its norm for the head."""
-        layer, dtype = self.network.layer, projected.dtype
-        parts = finish_mixer(self._mixer, o, projected)
+        layer, weights, dtype = self.network.layer, self.weights, projected.dtype
+        parts = linear_parts(leave(self._mixer, o, projected), weights.o_proj)
         x = add_norm(stream, parts, layer.mlp_norm.weight, layer.mlp_norm.eps, dtype)
-        parts = linear_parts(swiglu(x, layer.mlp.gate_up_proj.weight), layer.mlp.down_proj.weight)
+        parts = linear_parts(swiglu(x, weights.gate_up_proj), weights.down_proj)
         return add_norm(stream, parts, self.network.norm.weight, self.network.norm.eps, dtype)
 
     def _top(
         self, normed: Tensor, rows: Tensor, slots: Slots, depth: int, noisy: bool
     ) -> tuple[Tensor, Tensor]:
-        logits = logits_of(normed, self.network.lm_head.weight)
+        logits = logits_of(normed, self.weights.lm_head)
         return top(logits, rows, slots, self.network.token_ids, depth, width=self.topk, noisy=noisy)

@@ -54,25 +54,6 @@ def gather(rows: Tensor, slots: Slots, backlog: Backlog, limit: Tensor, length: 
     return made
 
 
-def grow_chain(reading: Reading, follow: Tensor, parent: Tensor, first: int) -> Tensor:
-    """Write the parents of a level's nodes, of which the first is node `first`, and count the nodes of each row.
-
-    Args:
-        follow: int32 `[B, W]`, the node of the level above that each follows.
-        parent: int32 `[B, N]`.
-
-    Returns:
-        int32 `[B]`, none where nothing is read.
-    """
-    batch, width = follow.shape
-    num_nodes = torch.empty_like(reading.num_tokens)
-    level_kernel[(batch,)](
-        reading.num_tokens, follow, parent, num_nodes, first, max(0, first - width), width, parent.stride(0),
-        W=triton.next_power_of_2(width), num_warps=1, **launch_options(follow.device),
-    )  # fmt: skip
-    return num_nodes
-
-
 def keep(outcome: Outcome, backlog: Backlog) -> None:
     """What was taken is to be read in the next round."""
     batch, size = outcome.tokens.shape
@@ -146,19 +127,6 @@ def gather_kernel(
         tl.store(before_last + i_b, tl.maximum(total - 1, 0))
         most = tl.minimum(tl.load(limit), tl.load(remaining + i_b) - 1)
         tl.store(limits + i_b, tl.where(total > 0, most, 0))
-
-
-@triton.jit
-def level_kernel(
-    count, follow, parent, num_nodes, first, above, width, s_p, W: tl.constexpr, PDL: tl.constexpr
-):
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    i_b, o_w = tl.program_id(0), tl.arange(0, W)
-    b_f = tl.load(follow + i_b * width + o_w, o_w < width, other=0)
-    tl.store(parent + i_b * s_p + first + o_w, above + b_f, o_w < width)
-    tl.store(num_nodes + i_b, tl.where(tl.load(count + i_b) > 0, first + width, 0))
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """The layers of a target over draft trees as a fixed list of launches, for a CUDA graph to hold.
 
 Batch rows are slots: row b works on slot b, or on nothing where `rows[b]` is -1. What a round leaves of its nodes goes
-into one of two banks, and the next round commits from it what was accepted while it fills the other.
+into a bank, of which there are several. What was accepted is pending there until a later round commits it: the next
+one, or, since to write a state costs as much as to read it, a few plain rounds later. A convolution's window is small,
+and always committed by the next round.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.factors import Pending
 from specla.ops.gate import Gate
 from specla.ops.triton.conv import tree_conv
-from specla.ops.triton.linear import linear, linear_parts, swiglu
+from specla.ops.triton.linear import Int7Weight, linear, linear_parts, swiglu
 from specla.ops.triton.norm import add_norm, embed_norm, gated_norm
 from specla.ops.verify import launch, launch_commit
 from specla.state import RecurrentState
@@ -31,28 +33,51 @@ class Bank(NamedTuple):
     factors: Factors
     conv_inputs: Tensor
 
-    def layer(self, index: int) -> Bank:
-        return Bank(Factors(*(x[index] for x in self.factors)), self.conv_inputs[index])
-
 
 class Layers(NamedTuple):
-    """The recurrent layers of all slots: state `[L, S, HV, V, K]`, windows `[L, S, D, W - 1]`, two banks."""
+    """The recurrent layers of all slots: state `[L, S, HV, V, K]`, windows `[L, S, D, W - 1]`, and their banks.
+
+    Of R banks with M nodes each, side by side, are the factors `[L, S, R * M, ..]`: node n of bank t is pending as
+    number t * M + n. Of two banks are the inputs of the convolution `[L, S, 2 * M, D]`.
+    """
 
     state: Tensor
     conv_state: Tensor
-    banks: tuple[Bank, Bank]
+    factors: Factors
+    conv_inputs: Tensor
+    max_nodes: int
 
     @classmethod
-    def of(cls, group: RecurrentState) -> Layers:
-        """Those of a pool, with a second bank beside its own."""
-        own = Bank(group.factors, group.conv_inputs)
-        other = Bank(Factors(*map(torch.zeros_like, group.factors)), torch.zeros_like(group.conv_inputs))
-        return cls(group.state, group.conv_state, (own, other))
+    def of(cls, group: RecurrentState, max_nodes: int, banks: int = 2) -> Layers:
+        """Those of a pool, with banks of their own. Two convolution banks take turns: `banks` is even."""
+        assert banks % 2 == 0
 
-    def commit(self, bank: int, path: Tensor, count: Tensor, slots: Tensor) -> None:
-        """Commit the first `count` nodes `[B]` of each `path` `[B, P]` from a bank, in all layers of `slots` `[B]`."""
-        factors, inputs = self.banks[bank]
-        launch_commit(self.state, factors, path, count, slots, by_slot=True)
+        def room(bank: Tensor, number: int) -> Tensor:
+            return bank.new_zeros(*bank.shape[:2], number * max_nodes, *bank.shape[3:])
+
+        factors = Factors(*(room(x, banks) for x in group.factors))
+        return cls(group.state, group.conv_state, factors, room(group.conv_inputs, 2), max_nodes)
+
+    def layer(self, index: int) -> Layers:
+        """Views of one layer, without the leading dimension."""
+        factors = Factors(*(x[index] for x in self.factors))
+        return Layers(
+            self.state[index], self.conv_state[index], factors, self.conv_inputs[index], self.max_nodes
+        )
+
+    def bank(self, turn: int) -> Bank:
+        """Of one layer, what the round of this turn fills."""
+        first, conv_first = turn * self.max_nodes, turn % 2 * self.max_nodes
+        factors = Factors(*(x[:, first : first + self.max_nodes] for x in self.factors))
+        return Bank(factors, self.conv_inputs[:, conv_first : conv_first + self.max_nodes])
+
+    def commit(self, pending: Pending, turn: int, path: Tensor, count: Tensor, slots: Tensor) -> None:
+        """Commit `pending` factors in all layers of `slots` `[B]`, and into their windows the first `count` nodes `[B]`
+        of each `path` `[B, P]` from the bank of a turn.
+        """
+        launch_commit(self.state, *pending, slots, by_slot=True)
+        first = turn % 2 * self.max_nodes
+        inputs = self.conv_inputs[:, :, first : first + self.max_nodes]
         launch_conv_commit(self.conv_state, inputs, path, count, slots, by_slot=True)
 
 
@@ -60,15 +85,21 @@ class Round(NamedTuple):
     """What all layers of a round share.
 
     tree: `Tree.resident` of int32 `[B, N]`. rows: int32 `[B]`. turn: the bank to fill. mode: of verification.
-    path int32 `[B, M]`, num_pending int32 `[B]`: nodes of the other bank to commit first.
+    path int32 `[B, M]`, taken int32 `[B]`: nodes of the round before to shift into the windows first.
+    pending_path int32 `[B, P]`, num_pending int32 `[B]`: factors to apply to the states first, from all banks.
+    due: int32 `[B]`, 0 where a state is not written but only read, with what is pending; None: all are written. Taken
+    in rounds of one node only.
     """
 
     tree: Tree
     rows: Tensor
     path: Tensor
+    taken: Tensor
+    pending_path: Tensor
     num_pending: Tensor
     turn: int
     mode: str = "auto"
+    due: Tensor | None = None
 
 
 def supports(target: GatedDeltaNet) -> bool:
@@ -95,59 +126,47 @@ def read_trees(
     norms = [block.attn_norm for block in blocks] + [target.norm]
     stream, x = embed_norm(tokens.flatten(), table, norms[0].weight, norms[0].eps, taps.get(0))
     for i, block in enumerate(blocks):
-        parts = mix(
-            cast(DeltaMixer, block.attn),
-            x,
-            layers.state[i],
-            layers.conv_state[i],
-            [b.layer(i) for b in layers.banks],
-            now,
-        )
+        parts = mix(cast(DeltaMixer, block.attn), x, layers.layer(i), now)
         x = add_norm(stream, parts, block.mlp_norm.weight, block.mlp_norm.eps, table.dtype)
         parts = linear_parts(swiglu(x, block.mlp.gate_up_proj.weight), block.mlp.down_proj.weight)
         x = add_norm(stream, parts, norms[i + 1].weight, norms[i + 1].eps, table.dtype, taps.get(i + 1))
     return x
 
 
-def mix(
-    mixer: DeltaMixer, x: Tensor, state: Tensor, conv_state: Tensor, banks: list[Bank], now: Round
-) -> Tensor:
+def mix(mixer: DeltaMixer, x: Tensor, layer: Layers, now: Round) -> Tensor:
     """What the mixer adds to the stream of x `[B * N, D]`, in parts as `linear_parts` has them."""
-    projected = linear(x, mixer.in_proj.weight)
-    grid = projected.unflatten(0, (now.tree.batch, now.tree.size))
-    return finish(mixer, recur(mixer, grid, state, conv_state, banks, now).flatten(0, 1), projected)
+    projected = linear(x, mixer.in_proj.weight).unflatten(0, (now.tree.batch, now.tree.size))
+    return linear_parts(leave(mixer, recur(mixer, projected, layer, now), projected), mixer.o_proj.weight)
 
 
-def recur(
-    mixer: DeltaMixer, projected: Tensor, state: Tensor, conv_state: Tensor, banks: list[Bank], now: Round
-) -> Tensor:
+def recur(mixer: DeltaMixer, projected: Tensor, layer: Layers, now: Round) -> Tensor:
     """Convolution and recurrence of projections `[B, N, P]`, any strides but the last: `[B, N, HV, V]`."""
     config, tree = mixer.config, now.tree
     assert mixer.conv_weight is not None
-    old, new = banks[1 - now.turn], banks[now.turn]
+    old, new = layer.bank(now.turn - 1 if now.turn else 1), layer.bank(now.turn)
     qkv, a, b, _ = projected.split(mixer.splits, -1)
     qkv = tree_conv(
-        qkv, tree.parent, tree.num_nodes, mixer.conv_weight, mixer.conv_bias, conv_state, now.rows,
-        (old.conv_inputs, now.path, now.num_pending), by_slot=True, keep=new.conv_inputs,
+        qkv, tree.parent, tree.num_nodes, mixer.conv_weight, mixer.conv_bias, layer.conv_state, now.rows,
+        (old.conv_inputs, now.path, now.taken), by_slot=True, keep=new.conv_inputs,
     )  # fmt: skip
     q, k, v = qkv.split([config.key_dim, config.key_dim, config.value_dim], -1)
     o, _ = launch(
         q.unflatten(-1, (config.num_heads, config.head_dim)), k.unflatten(-1, (config.num_heads, config.head_dim)),
-        v.unflatten(-1, (config.value_heads, config.head_v_dim)), a, b, tree, state, None, now.mode, True,
+        v.unflatten(-1, (config.value_heads, config.head_v_dim)), a, b, tree, layer.state, None, now.mode, True,
         gate=Gate(mixer.A_log, mixer.dt_bias, 2.0 if config.allow_neg_eigval else 1.0), state_indices=now.rows,
-        pending=Pending(old.factors, now.path, now.num_pending), factors=new.factors, by_slot=True,
+        pending=Pending(layer.factors, now.pending_path, now.num_pending), factors=new.factors, by_slot=True,
+        due=now.due,
     )  # fmt: skip
     return o
 
 
-def finish(mixer: DeltaMixer, o: Tensor, projected: Tensor) -> Tensor:
-    """Norm, gate and output projection of o `[M, HV, V]` with its projections `[M, P]`, in parts."""
+def leave(mixer: DeltaMixer, o: Tensor, projected: Tensor) -> Tensor:
+    """What the output projection gets, `[B * N, HV * V]`: norm and gate of o `[B, N, HV, V]`, projected `[B, N, P]`."""
     config = mixer.config
-    y = gated_norm(
+    return gated_norm(
         o, projected.split(mixer.splits, -1)[3] if config.use_gate else None, mixer.norm.weight, mixer.norm.eps,
         config.output_gate_activation == "sigmoid", projected.dtype,
     )  # fmt: skip
-    return linear_parts(y, mixer.o_proj.weight)
 
 
 def head(target: GatedDeltaNet, hidden: Tensor) -> Tensor:
@@ -155,8 +174,8 @@ def head(target: GatedDeltaNet, hidden: Tensor) -> Tensor:
     return logits_of(hidden, target.embeddings.weight if target.lm_head is None else target.lm_head.weight)
 
 
-def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
+def logits_of(hidden: Tensor, weight: Tensor | Int7Weight) -> Tensor:
     """The same with a head's weight `[vocab, hidden]`."""
     return linear(
-        hidden, weight, torch.empty(len(hidden), len(weight), dtype=torch.float32, device=hidden.device)
+        hidden, weight, torch.empty(len(hidden), weight.shape[0], dtype=torch.float32, device=hidden.device)
     )

@@ -54,11 +54,33 @@ def begin(batch: int, width: int, num_steps: int, device: torch.device | str | N
     )  # fmt: skip
 
 
-def expand(growth: Growth, depth: int, values: Tensor, ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
+class Levels(NamedTuple):
+    """The live nodes of all depths as trees that the drafter verifies: the root, then W nodes for each depth."""
+
+    num_read: Tensor  # int32 [B], 0 where nothing is read, and hence nothing can be drafted from the root
+    rooted: Tensor  # int32 [B], becomes 1 where something is
+    parent: Tensor  # int32 [B, 1 + (num_steps - 1) * W]
+    num_nodes: Tensor  # int32 [num_steps, B], of all depths up to one; none where nothing is read
+
+
+def begin_levels(num_read: Tensor, rooted: Tensor, width: int, num_steps: int) -> Levels:
+    """Room for the levels of trees; `expand` writes them."""
+    batch = len(num_read)
+    parent, num_nodes = (
+        num_read.new_empty(batch, 1 + (num_steps - 1) * width),
+        num_read.new_empty(num_steps, batch),
+    )
+    return Levels(num_read, rooted, parent, num_nodes)
+
+
+def expand(
+    growth: Growth, levels: Levels, depth: int, values: Tensor, ids: Tensor, rows: Tensor, token_ids: Tensor
+) -> None:  # fmt: skip
     """Take the candidates after the live nodes of this depth, and choose the live nodes of the next.
 
     Args:
         growth: what the depths before have written; depth 0, that of the root, needs nothing of it.
+        levels: get the nodes of the next depth.
         values: fp32, log-probabilities after each live node, best first: `[B * W, W]`, at depth 0 `[B, W]`.
         ids: int32, their tokens in the drafter's vocabulary.
         rows: int32 `[B]`, -1 for a padding row, of which nothing is written.
@@ -70,7 +92,7 @@ def expand(growth: Growth, depth: int, values: Tensor, ids: Tensor, rows: Tensor
     assert values.numel() == ids.numel() == grown and 0 <= depth < num_steps
     if batch:
         expand_kernel[(batch,)](
-            *growth, values, ids, rows, token_ids, depth,
+            *growth, values, ids, rows, token_ids, *levels, depth,
             ROOT=depth == 0, LAST=depth + 1 == num_steps, STEPS=num_steps, W=width,
             P=max(16, triton.next_power_of_2(width * width)), num_warps=1 if width <= 4 else 4,
             **launch_options(values.device),
@@ -112,7 +134,8 @@ def finish(
 
 @triton.jit(do_not_specialize=["depth"])
 def expand_kernel(
-    scores, tokens, live, leaf, draft_ids, target_ids, follow, values, ids, rows, token_ids, depth,
+    scores, tokens, live, leaf, draft_ids, target_ids, follow, values, ids, rows, token_ids, num_read, rooted, parent,
+    num_nodes, depth,
     ROOT: tl.constexpr, LAST: tl.constexpr, STEPS: tl.constexpr, W: tl.constexpr, P: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -121,6 +144,12 @@ def expand_kernel(
         gdc_wait()
     M: tl.constexpr = W if ROOT else W * W
     i_b = tl.program_id(0).to(tl.int64)
+    first = 1 + depth * W
+    reads = tl.load(num_read + i_b) > 0
+    if ROOT:
+        tl.store(rooted + i_b, reads.to(tl.int32))
+    if not LAST:
+        tl.store(num_nodes + (depth + 1) * tl.num_programs(0) + i_b, tl.where(reads, first + W, 0))
     if tl.load(rows + i_b) < 0:
         return
     node, place = tl.arange(0, P), i_b * STEPS * W * W + depth * W * W
@@ -145,6 +174,10 @@ def expand_kernel(
     tl.store(draft_ids + p_next, draft, chosen)
     tl.store(target_ids + p_next, target, chosen)
     tl.store(follow + p_next, node // W, chosen)
+    if not LAST:
+        p_parent = parent + i_b * (1 + (STEPS - 1) * W)
+        tl.store(p_parent + first + rank, tl.where(depth > 0, first - W + node // W, 0), chosen)
+        tl.store(p_parent, -1)
     left = score if LAST else tl.where(chosen, -float("inf"), score)
     tl.store(leaf + i_b, tl.maximum(leaves, tl.max(left, 0)))
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton import MAX_NODES
+from specla.ops.triton.overlap import launch_options
 from specla.resident.drafts import Drafts
 from specla.resident.slots import Slots
 
@@ -42,6 +44,7 @@ def lookup(
         max_length,
         N=size, P=triton.next_power_of_2(size), BLOCK=min(BLOCK, triton.next_power_of_2(max_length)),
         MAX=max_ngram, MIN=min_ngram, STEPS=min(num_steps, size - 1), num_warps=8,
+        **launch_options(rows.device),
     )  # fmt: skip
 
 
@@ -50,8 +53,11 @@ def lookup_kernel(
     rows, root, position, remaining, history, limit, tokens, parent, num_nodes,
     max_length,
     N: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, MAX: tl.constexpr, MIN: tl.constexpr,
-    STEPS: tl.constexpr,
+    STEPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i_b = tl.program_id(0).to(tl.int64)
     slot = tl.load(rows + i_b).to(tl.int64)
     real = slot >= 0

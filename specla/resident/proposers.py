@@ -36,7 +36,14 @@ class Proposer(Protocol):
     def admit(self, slot: int, key: int, size: int) -> None:
         """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+    def reading(self, last: int, size: int) -> int:
+        """Accepted nodes to read in a round of trees of `size` nodes, after one of `last`: few different numbers, since
+        each has graphs of its own. 0 where none are.
+        """
+
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
         """One tree a row, of at most `limit` int32 `[1]` drafts that can still be of use."""
 
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
@@ -63,6 +70,9 @@ class TokenProposer:
     def admit(self, slot: int, key: int, size: int) -> None:
         pass
 
+    def reading(self, last: int, size: int) -> int:
+        return 0
+
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
         return {}
 
@@ -81,7 +91,9 @@ class Lookup(TokenProposer):
         super().__init__()
         self.max_ngram, self.min_ngram, self.num_steps = max_ngram, min_ngram, num_steps
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
         lookup(
             rows,
             slots,
@@ -115,7 +127,9 @@ class Synthetic(TokenProposer):
         self.num_reference[slot] = len(reference)
         self.keys[slot] = key
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
         drafter = self.drafter
         synthetic(
             rows, slots, self.reference, self.num_reference, self.keys, self.acceptance, limit, out, topk=drafter.topk,

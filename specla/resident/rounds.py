@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.ops.factors import Pending
 from specla.ops.triton.schedule import schedule_of
 from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.draw import draw
@@ -28,6 +29,8 @@ from specla.tree import Tree
 
 STOPS = 16  # stop ids of a sequence that are looked for on the device
 HISTORY = 1 << 15  # tokens of a sequence that are kept for lookup
+BANKS = 4  # that take turns where states are written every third plain round only
+MANY = 16  # rows from which that pays: fewer states are written in no time
 PATIENCE = 32  # rounds in a graph of too many rows before a smaller one is captured
 
 
@@ -38,6 +41,7 @@ class Shape(NamedTuple):
     size: int  # nodes of a tree at most, the root included
     plan: Plan  # what the draws of some row need
     turn: int  # the bank that it fills
+    read: int = 0  # as `Proposer.reading` has it
 
 
 class Flight(NamedTuple):
@@ -59,6 +63,11 @@ class _Prepared(NamedTuple):
     written: tuple[Drafts, Outcome]  # by the graph, which does not keep them itself
 
 
+def num_banks(num_slots: int) -> int:
+    """How many banks take turns in rounds of so many slots."""
+    return BANKS if num_slots >= MANY else 2
+
+
 class Rounds:
     """The device's part of an engine: slots, graphs, and which bank is whose.
 
@@ -66,15 +75,19 @@ class Rounds:
         target: one that `forward.supports`.
         pool: its states; `pool.count` stays 0, since what is pending is known to the device alone.
         proposer: drafts inside the rounds.
+        max_nodes: of a tree, the root included.
         mode: of verification.
     """
 
-    def __init__(self, target: GatedDeltaNet, pool: StatePool, proposer: Proposer, mode: str = "auto"):
+    def __init__(
+        self, target: GatedDeltaNet, pool: StatePool, proposer: Proposer, max_nodes: int, mode: str = "auto"
+    ):
         (group,) = pool.groups.values()
         self.target, self.proposer, self.mode = target, proposer, mode
-        self.layers = Layers.of(group)
         self.num_slots, self.device = len(pool.length), pool.device
-        self.slots = new_slots(self.num_slots, pool.max_nodes, HISTORY, STOPS, pool.device)
+        self.banks = num_banks(self.num_slots)
+        self.layers = Layers.of(group, max_nodes, self.banks)
+        self.slots = new_slots(self.num_slots, max_nodes, HISTORY, STOPS, pool.device)
         self.narrow = new_narrow(self.num_slots, target.config.vocab_size, pool.device)
         self.rows = torch.full((self.num_slots,), -1, dtype=torch.int32, device=pool.device)
         self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
@@ -97,13 +110,13 @@ class Rounds:
         run()
         if flight.landed is not None:
             flight.landed.record(torch.cuda.current_stream(self.device))
-        self.turn, self.size = 1 - self.turn, size
+        self.turn, self.size = (self.turn + 1) % self.banks, size
         return flight
 
     def prepare(self, shape: Shape) -> None:
-        """Compile and capture what a round of this shape needs, for both banks."""
+        """Compile and capture what a round of this shape needs, for all banks."""
         if shape not in self._prepared:
-            for turn in (0, 1):
+            for turn in range(self.banks):
                 self._prepared[shape._replace(turn=turn)] = self._prepare(shape._replace(turn=turn))
 
     @property
@@ -115,11 +128,20 @@ class Rounds:
         """Leave a slot out of the rounds to come."""
         self.rows[slot] = -1
 
-    def flush(self, slot: int) -> None:
-        """Commit what the last round has left pending in a slot, which must have taken part in it."""
-        path, count = self.slots.path[slot : slot + 1], self.slots.count[slot : slot + 1]
-        self.layers.commit(1 - self.turn, path, count, torch.tensor([slot], device=self.device))
-        self.slots.count[slot] = 0
+    def flush(self, slot: int, kept: int) -> None:
+        """Commit what is pending in a slot, of its last round, which was the last of all, no more than `kept` nodes."""
+        slots, one = self.slots, slice(slot, slot + 1)
+        slots.num_pending[one] += kept - slots.count[one]
+        slots.count[one] = kept
+        pending = Pending(self.layers.factors, slots.pending_path[one], slots.num_pending[one])
+        index = torch.tensor([slot], device=self.device)
+        self.layers.commit(pending, (self.turn - 1) % self.banks, slots.path[one], slots.count[one], index)
+        slots.count[one] = 0
+        slots.num_pending[one] = 0
+
+    def _defers(self, shape: Shape) -> bool:
+        """Whether a round leaves states unwritten that are not due."""
+        return self.banks > 2 and shape.size == 1 and shape.batch >= MANY and self.mode != "parallel"
 
     def bucket(self, batch: int) -> int:
         """Rows of the smallest graph that holds `batch` rows."""
@@ -127,7 +149,7 @@ class Rounds:
 
     def _shape(self, batch: int, size: int, plan: Plan) -> Shape:
         """The bucket of a batch, or a larger one that is there: a batch that shrinks is not worth a capture at once."""
-        shape = Shape(self.bucket(batch), size, plan, self.turn)
+        shape = Shape(self.bucket(batch), size, plan, self.turn, self.proposer.reading(self.size, size))
         if shape in self._prepared:
             self._oversized = 0
             return shape
@@ -166,7 +188,7 @@ class Rounds:
             self._stream.synchronize()
 
     def _round(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
-        self.proposer.propose(rows, self.slots, self.limit, drafts, shape.plan.noise)
+        self.proposer.propose(rows, self.slots, self.limit, drafts, shape.plan.noise, shape.read)
         tree = Tree.resident(drafts.parent, drafts.num_nodes)
         logits = self.verify(shape, rows, drafts, tree)
         self.accept(shape, rows, drafts, tree, logits, outcome)
@@ -174,7 +196,11 @@ class Rounds:
     def verify(self, shape: Shape, rows: Tensor, drafts: Drafts, tree: Tree) -> Tensor:
         """Logits fp32 `[B, N, vocab]` at every node of the drafts; commits what the round before has left."""
         batch, size = shape.batch, shape.size
-        now = Round(tree, rows, self.slots.path[:batch], self.slots.count[:batch], shape.turn, self.mode)
+        slots = self.slots
+        now = Round(
+            tree, rows, slots.path[:batch], slots.count[:batch], slots.pending_path[:batch], slots.num_pending[:batch],
+            shape.turn, self.mode, slots.due[:batch] if self._defers(shape) else None,
+        )  # fmt: skip
         taps = self.proposer.taps(batch, size)
         hidden = read_trees(self.target, self.layers, drafts.tokens, now, taps)
         return head(self.target, hidden).unflatten(0, (batch, size))
@@ -189,7 +215,18 @@ class Rounds:
             draw_narrow(logits, tokens, tree, schedule, slots, self.narrow, plan, draws)
         else:
             draw(logits, schedule.depth, num_nodes, rows, slots, noisy=plan.noise, out=draws)
-        walk(draws, tokens, parent, num_nodes, rows, slots, outcome)
+        walk(
+            draws,
+            tokens,
+            parent,
+            num_nodes,
+            rows,
+            slots,
+            outcome,
+            shape.turn,
+            self.banks,
+            self._defers(shape),
+        )
         if plan.penalty:
             remember(outcome, self.narrow)
         self.proposer.keep(slots, outcome)

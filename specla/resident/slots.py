@@ -10,13 +10,15 @@ from torch import Tensor
 
 from specla.ops.checks import require
 
+DEFERRED = 4  # nodes at most that may stay pending over a round
+
 
 @dataclass(frozen=True)
 class Slots:
     """Device tensors with one entry for each of S slots; `new_slots` makes them.
 
-    The first `count` entries of `path` are the nodes of the last tree that are pending, from the root down; the others
-    may hold anything, and so may `history` from `position` on.
+    Paths run from the root down. Entries of `path` beyond `count`, of `pending_path` beyond `num_pending` and of
+    `history` from `position` on may hold anything.
     """
 
     root: Tensor  # int32 [S] the token to be read next
@@ -24,8 +26,14 @@ class Slots:
         Tensor  # int64 [S] tokens so far, prompt included; the root's logits draw the token of this place
     )
     remaining: Tensor  # int32 [S] tokens that may still be made
-    count: Tensor  # int32 [S]
-    path: Tensor  # int32 [S, max_nodes]
+    count: Tensor  # int32 [S] nodes of the last tree that were accepted
+    path: Tensor  # int32 [S, max_nodes] those nodes
+    num_pending: (
+        Tensor  # int32 [S] accepted nodes that the state lacks, of the last tree and of trees before it
+    )
+    pending_path: Tensor  # int32 [S, max_nodes + DEFERRED] those nodes, by their numbers among all banks
+    lag: Tensor  # int32 [S] rounds whose nodes are pending
+    due: Tensor  # int32 [S] whether the next round must write the state
     temperature: Tensor  # fp32 [S]
     seed: Tensor  # int64 [S]
     stop_ids: Tensor  # int32 [S, E], -1 for none
@@ -59,6 +67,10 @@ class Slots:
         self.remaining[slot] = remaining
         self.count[slot] = 0
         self.path[slot] = 0
+        self.num_pending[slot] = 0
+        self.pending_path[slot] = 0
+        self.lag[slot] = 0
+        self.due[slot] = 1
         self.temperature[slot] = temperature
         self.seed[slot] = seed
 
@@ -83,6 +95,10 @@ def new_slots(
         remaining=zeros(),
         count=zeros(),
         path=zeros(max_nodes),
+        num_pending=zeros(),
+        pending_path=zeros(max_nodes + DEFERRED),
+        lag=zeros(),
+        due=zeros() + 1,
         temperature=zeros(dtype=torch.float32),
         seed=zeros(dtype=torch.int64),
         stop_ids=zeros(num_stop_ids).fill_(-1),

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.triton import MAX_NODES
-from specla.resident.slots import Slots
+from specla.ops.triton.overlap import launch_options
+from specla.resident.slots import DEFERRED, Slots
 
 RUNNING, STOP, LENGTH, NOT_FINITE = range(4)
 
@@ -58,17 +60,22 @@ def new_outcome(batch: int, size: int, device: torch.device | str) -> Outcome:
 
 
 def walk(
-    draws: Tensor, tokens: Tensor, parent: Tensor, num_nodes: Tensor, rows: Tensor, slots: Slots, out: Outcome
-) -> None:
+    draws: Tensor, tokens: Tensor, parent: Tensor, num_nodes: Tensor, rows: Tensor, slots: Slots, out: Outcome,
+    turn: int = 0, banks: int = 2, deferred: bool = False,
+) -> None:  # fmt: skip
     """Take accepted drafts and the bonus token up to the first that ends a sequence, and move its slot on.
 
     The walk is that of `specla.accept`: from the root to the child that carries the draw, the first one among equals,
-    for as long as there is one. The slot's path then names the nodes to commit, one for each token taken.
+    for as long as there is one. The slot's path then names the nodes to commit, one for each token taken. They join
+    what is pending, and a slot is due when the banks leave no room for a further round, or more than DEFERRED nodes
+    wait.
 
     Args:
         draws: int32 `[B, N]` as `draw` writes them. A row with -1 at a real node takes nothing.
         tokens, parent: int32 `[B, N]`, N up to 64; anything beyond `num_nodes` int32 `[B]`.
         rows: int32 `[B]` slot of each row, -1 for padding, whose outcome is zero. Becomes -1 where a sequence ends.
+        turn: the bank that the round has filled; banks: how many take turns.
+        deferred: whether the round left states unwritten where they were not due; else it wrote all of them.
     """
     batch, size = tokens.shape
     assert size <= min(MAX_NODES, slots.path.shape[1])
@@ -78,19 +85,27 @@ def walk(
     walk_kernel[(batch,)](
         draws, tokens, parent, num_nodes, rows, out.packed,
         slots.root, slots.position, slots.remaining, slots.count, slots.path, slots.stop_ids, slots.history,
-        size, slots.path.shape[1], slots.stop_ids.shape[1], slots.history.shape[1],
-        LOG_P=log_p, RUNNING=RUNNING, STOP=STOP, LENGTH=LENGTH, NOT_FINITE=NOT_FINITE,
-        num_warps=4 if log_p == 6 else 1,
+        slots.num_pending, slots.pending_path, slots.lag, slots.due,
+        size, slots.path.shape[1], slots.stop_ids.shape[1], slots.history.shape[1], slots.pending_path.shape[1],
+        turn * slots.path.shape[1], banks - 1,
+        LOG_P=log_p, DEFERS=deferred, DEFERRED=DEFERRED,
+        RUNNING=RUNNING, STOP=STOP, LENGTH=LENGTH, NOT_FINITE=NOT_FINITE,
+        num_warps=4 if log_p == 6 else 1, **launch_options(rows.device),
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def walk_kernel(
     draws, tokens, parent, num_nodes, rows, out,
-    root, position, remaining, count, path, stop_ids, history,
-    size, max_nodes, num_stop_ids, max_length,
-    LOG_P: tl.constexpr, RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr, NOT_FINITE: tl.constexpr,
+    root, position, remaining, count, path, stop_ids, history, num_pending, pending_path, lag, due,
+    size, max_nodes, num_stop_ids, max_length, max_pending, first, most_lag,
+    LOG_P: tl.constexpr, DEFERS: tl.constexpr, DEFERRED: tl.constexpr,
+    RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr, NOT_FINITE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     i_b = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, 2**LOG_P)
     p_out = out + i_b * (size + 4)
@@ -130,6 +145,11 @@ def walk_kernel(
     takes = (on_path > 0) & (depth < taken)
     at = tl.load(position + slot)
     newest = tl.max(tl.where(takes & (depth == taken - 1), draw, 0), 0)
+    before, rounds = 0, 1
+    if DEFERS:
+        if tl.load(due + slot) == 0:
+            before, rounds = tl.load(num_pending + slot), tl.load(lag + slot) + 1
+    waiting = before + taken
     tl.debug_barrier()  # other threads may still read what these stores replace
     tl.store(p_out + depth, draw, takes)
     tl.store(p_out + node, 0, (node >= taken) & (node < size))
@@ -142,5 +162,9 @@ def walk_kernel(
     tl.store(remaining + slot, left - taken)
     tl.store(count + slot, taken)
     tl.store(path + slot * max_nodes + depth, node, takes)
+    tl.store(pending_path + slot * max_pending + before + depth, first + node, takes)
+    tl.store(num_pending + slot, waiting)
+    tl.store(lag + slot, rounds)
+    tl.store(due + slot, ((rounds >= most_lag) | (waiting > DEFERRED)).to(tl.int32))
     tl.store(history + slot * max_length + at + depth, draw, takes & (at + depth < max_length))
     tl.store(rows + i_b, -1, reason != RUNNING)

@@ -41,10 +41,10 @@ def test_told_trees_beside_a_drafter_at_work_change_no_token() -> None:
 
 
 def test_a_speed_whose_tokens_differ_is_left_out() -> None:
-    plain = Run([[1, 2]], 2.0, 2, 1.0)
-    fast = _row("fast", Run([[1, 2]], 1.0, 1, 2.0), plain)
+    plain = Run([[1, 2]], 2.0, 2, 1.0, 1.0)
+    fast = _row("fast", Run([[1, 2]], 1.0, 1, 2.0, 2.0), plain)
     assert fast["speedup"] == 2 and fast["plain_steps"] == 1 and fast["tokens_per_s"] == 2
-    wrong = _row("wrong", Run([[1, 3]], 1.0, 1, 2.0), plain)
+    wrong = _row("wrong", Run([[1, 3]], 1.0, 1, 2.0, 2.0), plain)
     assert wrong == {"name": "wrong", "identical": False}
     text = format_batch(
         {"batch": 1, "max_tokens": 2, "peak_bytes": 0, "ways": [fast, wrong], "parts_ms": {"gap": 0.1}}

@@ -89,11 +89,11 @@ def read_trees(target: Any, layers: Layers, tokens: Tensor, now: Round, taps: An
     """That of `specla.resident.forward`; what a bank holds serves once."""
     if not isinstance(target, HashNet):
         return forward.read_trees(target, layers, tokens, now, taps)
-    old, new = (layers.banks[turn].conv_inputs[0, :, :, 0] for turn in (1 - now.turn, now.turn))
+    old, new = (layers.layer(0).bank(turn).conv_inputs[:, :, 0] for turn in (now.turn + 1, now.turn))
     logits = torch.full((*tokens.shape, VOCAB), torch.nan)
     for b, (slot, count) in enumerate(zip(now.rows.tolist(), now.tree.num_nodes.tolist(), strict=True)):
         if slot >= 0:
-            window, path = layers.conv_state[0, slot, 0], now.path[b, : now.num_pending[b]].long()
+            window, path = layers.conv_state[0, slot, 0], now.path[b, : now.taken[b]].long()
             window.copy_(torch.cat([window, old[slot, path]])[-3:])
             old[slot] = torch.nan
             parents = now.tree.parent[b, :count].tolist()

@@ -11,8 +11,8 @@ from triton.runtime.jit import JITFunction
 from specla.ops.triton import overlap
 from specla.resident.drafts import new_drafts
 from specla.resident.draw import draw
-from specla.resident.features import Backlog, gather, grow_chain, keep, pair_norm, take_last
-from specla.resident.grow import begin, expand, finish
+from specla.resident.features import Backlog, gather, keep, pair_norm, take_last
+from specla.resident.grow import begin, begin_levels, expand, finish
 from specla.resident.lookup import lookup
 from specla.resident.slots import new_slots
 from specla.resident.synthetic import synthetic
@@ -50,10 +50,11 @@ def main() -> None:
 
 def grow(rows: torch.Tensor, width: int, num_steps: int) -> None:
     slots, ids, drafts = new_slots(3, 17, 99, 2, "cpu"), torch.arange(3000), new_drafts(2, 17, "cpu")
-    grown = begin(2, width, num_steps)
+    grown, levels = begin(2, width, num_steps), begin_levels(rows, rows, width, num_steps)
     for depth in (0, 1, num_steps - 1):
         logits = torch.zeros(2 * (width if depth else 1), 3000)
-        expand(grown, depth, *top(logits, rows, slots, ids, depth, width=width, noisy=depth > 0), rows, ids)
+        best = top(logits, rows, slots, ids, depth, width=width, noisy=depth > 0)
+        expand(grown, levels, depth, *best, rows, ids)
     finish(grown, rows, rows, slots, drafts, torch.zeros(2, 17))
 
 
@@ -63,7 +64,6 @@ def read(rows: torch.Tensor) -> None:
     backlog = Backlog(half, path, rows, rows)
     slots = new_slots(2, 3, 9, 2, "cpu")
     reading = gather(rows, slots, backlog, rows[:1], 3)
-    grow_chain(reading, path[:, :2].contiguous(), path, 1)
     keep(new_outcome(2, 3, "cpu"), backlog)
     take_last(whole.view(2, 2, 32), rows, whole[:2])
     norms = whole[0], whole[0]

@@ -33,8 +33,14 @@ def small(variant: str, layers: int) -> GatedDeltaNet:
 
 
 def parts(layers: Layers) -> list[Tensor]:
-    state, windows, banks = layers
-    return [state, windows, *(x for factors, inputs in banks for x in (*factors, inputs))]
+    state, windows, factors, inputs, _ = layers
+    return [state, windows, *factors, inputs]
+
+
+def left(layers: Layers, turn: int) -> list[Tensor]:
+    """What the bank of a turn holds, of all layers."""
+    banks = [layers.layer(i).bank(turn) for i in range(len(layers.state))]
+    return [x.clone() for bank in banks for x in (*bank.factors, bank.conv_inputs)]
 
 
 def trees(rows: list[int], size: int, rng: torch.Generator) -> tuple[list[list[int]], Tensor, Tensor, Tensor]:
@@ -67,21 +73,22 @@ def test_rounds_are_those_of_the_target(variant: str, mode: str, rows: list[int]
     moved, ids = copy.deepcopy(target).to(DEVICE), range(len(target.layers) + 1)
     live = [slot for slot in rows if slot >= 0]
     nobody = [slot for slot in range(len(rows) + 1) if slot not in live]
-    pool, mine = (made.new_pool(len(rows) + 1, size + 1) for made in (target, moved))
+    pool, mine = target.new_pool(len(rows) + 1, size + 1), moved.new_pool(len(rows) + 1, 1)
     (group,), (own,) = pool.groups.values(), mine.groups.values()
-    layers = Layers.of(own)
+    layers, room = Layers.of(own, size + 1), size + 1
     for x in parts(layers):
         x.fill_(torch.nan)
     for slot in live:
         target.prefill(torch.tensor(prompt(3 + slot, slot, VOCAB - 1)), slot, pool)
         layers.state[:, slot], layers.conv_state[:, slot] = group.state[:, slot], group.conv_state[:, slot]
     path, count = ints([[10**9] * (size + 1)] * len(rows)), ints([0] * len(rows))
+    pending = path.clone()
     for turn in (0, 1, 0):
         parents, tokens, parent, num_nodes = trees(rows, size, rng)
-        before = [x.clone() for x in parts(layers)]
+        before, other = [x.clone() for x in parts(layers)], left(layers, 1 - turn)
         wide = torch.full((len(rows) * size, 20 * len(ids)), -77.0, device=DEVICE)
         taps = {i: wide[:, 20 * i : 20 * i + 16] for i in ids}
-        now = Round(Tree.resident(parent, num_nodes), ints(rows), path, count, turn, mode)
+        now = Round(Tree.resident(parent, num_nodes), ints(rows), path, count, pending, count, turn, mode)
         hidden = read_trees(moved, layers, tokens, now, taps)
         logits = head(moved, hidden).view(len(rows), size, -1).cpu()
         assert hidden.dtype == logits.dtype == torch.float32
@@ -101,23 +108,58 @@ def test_rounds_are_those_of_the_target(variant: str, mode: str, rows: list[int]
             end = int(torch.randint(len(parents[slot]), (1,), generator=rng))
             taken = path_to(parents[slot], end)
             path[slot, : len(taken)], count[slot] = ints(taken), len(taken)
+            pending[slot, : len(taken)] = ints(taken) + turn * room
             pool.accept([slot], torch.tensor([taken]), [len(taken) - 1])
         for x, old in zip(parts(layers), before, strict=True):
             assert same_bits(x[:, nobody], old[:, nobody])
-        pending = slice(2 + 4 * (1 - turn), 6 + 4 * (1 - turn))
-        assert all(same_bits(x, old) for x, old in zip(parts(layers)[pending], before[pending], strict=True))
+        assert all(same_bits(x, old) for x, old in zip(left(layers, 1 - turn), other, strict=True))
 
 
-def test_the_second_bank_is_empty_and_looks_like_the_first() -> None:
-    pool = make_target("grouped_wide").new_pool(2, 5)
-    (group,) = pool.groups.values()
-    layers = Layers.of(group)
-    first, second = layers.banks
-    assert layers.state is group.state and first.factors.k is group.factors.k
-    for a, b in zip((*first.factors, first.conv_inputs), (*second.factors, second.conv_inputs), strict=True):
-        assert (
-            a.shape == b.shape and a.stride() == b.stride() and a.data_ptr() != b.data_ptr() and not b.any()
+@pytest.mark.parametrize("banks", [2, 4])
+def test_banks_are_empty_and_share_nothing(banks: int) -> None:
+    (group,) = make_target("grouped_wide").new_pool(2, 1).groups.values()
+    layers = Layers.of(group, 5, banks)
+    assert layers.state is group.state and layers.conv_state is group.conv_state
+    assert not any(x.any() for x in parts(layers)[2:])
+    for turn in range(banks):
+        bank = layers.layer(0).bank(turn)
+        for x in bank.factors:
+            assert x.shape[:2] == (2, 5)
+            x += 1 + turn
+        bank.conv_inputs.fill_(turn)
+    numbers = torch.arange(1, 1 + banks).repeat_interleave(5)
+    assert all((x[0].flatten(2) == numbers[:, None]).all() for x in layers.factors)
+    assert (layers.conv_inputs[0, :, :, 0] == torch.arange(banks - 2, banks).repeat_interleave(5)).all()
+
+
+def test_a_state_that_is_not_due_is_read_with_what_is_pending_and_written_later() -> None:
+    """Single tokens: where states are written every third round, logits have the bits of those written in each."""
+    target, rows = copy.deepcopy(small("plain", 2)).to(DEVICE), [0, -1, 2]
+    first, second = (
+        Layers.of(*target.new_pool(3, 1).groups.values(), max_nodes=1, banks=banks) for banks in (2, 4)
+    )
+    for layers in (first, second):
+        layers.state.copy_(torch.randn(layers.state.shape, generator=torch.Generator().manual_seed(0)))
+    root, path = Tree.resident(ints([[-1]] * 3), ints([1] * 3)), ints([[0]] * 3)
+    for turn in range(8):
+        tokens, some = ints([[turn], [SPOILT], [turn + 1]]), ints([min(turn, 1)] * 3)
+        waiting = (turn - 1) % 3 + 1 if turn else 0
+        numbers = [(turn - n) % 4 for n in range(waiting, 0, -1)]
+        pending = ints([numbers + [10**9] * (3 - waiting)] * 3)
+        due, before = ints([int(waiting == 3)] * 3), second.state.clone()
+        plain = Round(root, ints(rows), path, some, path + (turn + 1) % 2, some, turn % 2)
+        lazy = Round(root, ints(rows), path, some, pending, ints([waiting] * 3), turn % 4, due=due)
+        want, got = (
+            head(target, read_trees(target, layers, tokens, now)).view(3, -1)[[0, 2]]
+            for layers, now in ((first, plain), (second, lazy))
         )
+        assert same_bits(got, want) and got.isfinite().all()
+        if waiting == 3:
+            assert same_bits(second.state[:, [0, 2]], first.state[:, [0, 2]])
+            assert not same_bits(second.state, before)
+        else:
+            assert same_bits(second.state, before)
+    assert same_bits(second.conv_state, first.conv_state)
 
 
 def test_targets_without_kernels_for_every_layer_are_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,31 +192,35 @@ def test_a_nodes_logits_have_the_bits_of_plain_decoding_whatever_lies_beside_it(
     """Trees of 8 nodes in a batch of 33 rows, both exact modes; plain decoding reads one token of one row a round."""
     target, size, slots = big(), 8, 33
     rng = torch.Generator().manual_seed(0)
-    pools = [target.new_pool(slots, size) for _ in range(2)]
-    first, second = (Layers.of(*pool.groups.values()) for pool in pools)
+    pools = [target.new_pool(slots, 1) for _ in range(2)]
+    first, second = (Layers.of(*pool.groups.values(), max_nodes=size) for pool in pools)
     for slot in range(slots):
         target.prefill(torch.tensor(prompt(5 + slot, slot, 3000), device=DEVICE), slot, pools[0])
     second.state.copy_(first.state)
     second.conv_state.copy_(first.conv_state)
     rows, path, count = ints(list(range(slots))), ints([[0] * size] * slots), ints([0] * slots)
+    pending = path.clone()
     for turn in range(4):
         parents = [random_parent(SHAPES[slot % len(SHAPES)], size, rng) for slot in range(slots)]
         tokens = torch.randint(3000, (slots, size), generator=rng).int().to(DEVICE)
         tree = Tree.resident(ints(parents), ints([size] * slots))
+        now = Round(tree, rows, path, count, pending, count, turn % 2)
         logits, other = (
-            head(target, read_trees(target, layers, tokens, Round(tree, rows, path, count, turn % 2, mode)))
+            head(target, read_trees(target, layers, tokens, now._replace(mode=mode)))
             for layers, mode in ((first, "serial"), (second, "hybrid"))
         )
         assert same_bits(logits, other)
         taken = [path_to(parent, size - 1 - turn) for parent in parents]
         for slot in (0, 7, slots - 1):
-            alone = Layers.of(*target.new_pool(1, 2).groups.values())
+            alone = Layers.of(*target.new_pool(1, 1).groups.values(), max_nodes=2)
             alone.state.copy_(first.state[:, slot : slot + 1])
             alone.conv_state.copy_(first.conv_state[:, slot : slot + 1])
             for n, node in enumerate(taken[slot]):
                 root = Tree.resident(ints([[-1]]), ints([1]))
-                now = Round(root, ints([0]), ints([[0]]), ints([min(n, 1)]), n % 2)
+                some, last = ints([min(n, 1)]), ints([[(n + 1) % 2 * 2]])
+                now = Round(root, ints([0]), ints([[0]]), some, last, some, n % 2)
                 got = head(target, read_trees(target, alone, tokens[slot, node].view(1, 1), now))
                 assert same_bits(got[0], logits[slot * size + node])
         path.copy_(ints([ids + [0] * (size - len(ids)) for ids in taken]))
+        pending.copy_(path + turn % 2 * size)
         count.copy_(ints([len(ids) for ids in taken]))

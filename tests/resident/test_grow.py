@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specla.drafters.grow import grow
 from specla.resident.drafts import Drafts, new_drafts
-from specla.resident.grow import Growth, begin, expand, finish
+from specla.resident.grow import Growth, Levels, begin, begin_levels, expand, finish
 from specla.resident.slots import Slots, new_slots
 from specla.resident.top import top
 from tests.drafters.test_grow import Script, Table, nodes
@@ -47,9 +47,16 @@ def poisoned(batch: int, width: int, num_steps: int) -> Growth:
     return Growth(*(x.fill_(-77 if x.dtype == torch.int32 else math.nan) for x in growth))
 
 
+def some_levels(batch: int, width: int, num_steps: int) -> Levels:
+    """Of rows of which every other one has read nothing."""
+    num_read = ints(*[(b + 1) % 2 * (b + 1) for b in range(batch)])
+    return begin_levels(num_read, torch.full_like(num_read, -77), width, num_steps)
+
+
 def grown(table: Table, rows: list[int], num_steps: int, width: int) -> Growth:
     """Grow on the device from a table that knows batch row b by the name b."""
     growth, ids = poisoned(len(rows), width, num_steps), target_ids(table.vocab)
+    levels, reads = some_levels(len(rows), width, num_steps), [1 - b % 2 for b in range(len(rows))]
     log_p = table.first()
     for depth in range(num_steps):
         best = log_p.sort(dim=-1, descending=True, stable=True)
@@ -57,7 +64,14 @@ def grown(table: Table, rows: list[int], num_steps: int, width: int) -> Growth:
         padding = torch.tensor(rows) < 0
         values[padding], tokens[padding] = math.nan, -77
         flat = (x.reshape(-1, width).contiguous().to(DEVICE) for x in (values, tokens))
-        expand(growth, depth, *flat, ints(*rows), ids)
+        expand(growth, levels, depth, *flat, ints(*rows), ids)
+        assert levels.rooted.tolist() == reads
+        if depth + 1 < num_steps:
+            first = 1 + depth * width
+            assert levels.num_nodes[depth + 1].tolist() == [read * (first + width) for read in reads]
+            want = growth.follow + (first - width if depth else 0)
+            assert torch.equal(levels.parent[:, first : first + width][~padding], want[~padding])
+            assert (levels.parent[~padding, 0] == -1).all()
         real = growth.draft_ids[~padding]
         assert torch.equal(ids[real.long()], growth.target_ids[~padding].long())
         assert (growth.follow[~padding] < (width if depth else 1)).all()
@@ -150,10 +164,10 @@ def test_what_cannot_follow_is_never_a_node() -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_live_nodes_are_tokens_whatever_the_numbers_are() -> None:
-    growth, ids = poisoned(1, 4, 2), target_ids(9)
+    growth, ids, levels = poisoned(1, 4, 2), target_ids(9), some_levels(1, 4, 2)
     for depth, rows in enumerate((1, 4)):
         values = torch.full((rows, 4), math.nan, device=DEVICE)
-        expand(growth, depth, values, ints(*[7, 2, 5, 3] * rows), ints(0), ids)
+        expand(growth, levels, depth, values, ints(*[7, 2, 5, 3] * rows), ints(0), ids)
         assert growth.draft_ids.tolist() == [[7, 2, 5, 3]] and growth.follow.tolist() == [[0] * 4]
     assert finished(growth, [9], [0], 9, None) == [[(1000, -1, 0.0)]]
 
@@ -163,12 +177,13 @@ def test_grows_from_logits() -> None:
     vocab, width, num_steps, rows = 50, 3, 4, [4, -1, 2]
     rng, ids, slots = torch.Generator().manual_seed(0), target_ids(vocab), some_slots()
     growth, given = begin(3, width, num_steps, DEVICE), ints(*rows)
+    levels = some_levels(3, width, num_steps)
     made: list[Tensor] = []
     for depth in range(num_steps):
         beams = width if depth else 1
         logits = torch.randn(3 * beams, vocab, generator=rng).to(DEVICE)
         values, tokens = top(logits, given, slots, ids, depth, width=width, noisy=False)
-        expand(growth, depth, values, tokens, given, ids)
+        expand(growth, levels, depth, values, tokens, given, ids)
         log_p = torch.full_like(logits, -math.inf).scatter_(1, tokens.long() % vocab, values)
         log_p.view(3, -1)[1] = -1.0
         made.append(log_p.view(3, beams, vocab).cpu())
@@ -194,12 +209,14 @@ def test_a_graph_grows_anew_with_every_replay() -> None:
     slots.temperature.copy_(torch.tensor([0.0, 1.0, 0.5, 0.0, 1.0, 0.7]))
     ids, logits = target_ids(vocab), torch.randn(num_steps, batch * width, vocab, device=DEVICE)
     growth, out = begin(batch, width, num_steps, DEVICE), new_drafts(batch, size, DEVICE)
+    levels = some_levels(batch, width, num_steps)
     scores = torch.zeros(batch, size, device=DEVICE)
 
     def round_of_growth() -> None:
         for depth in range(num_steps):
             some = logits[depth] if depth else logits[depth, :batch]
-            expand(growth, depth, *top(some, rows, slots, ids, depth, width=width, noisy=True), rows, ids)
+            best = top(some, rows, slots, ids, depth, width=width, noisy=True)
+            expand(growth, levels, depth, *best, rows, ids)
         finish(growth, limits, rows, slots, out, scores, 4.0)
 
     round_of_growth()

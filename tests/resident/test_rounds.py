@@ -78,7 +78,9 @@ class Scripted(TokenProposer):
             tokens[slot, :count], parent[slot, :count] = ints(draft.tokens), ints(draft.parents)
             num_nodes[slot] = count
 
-    def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
+    def propose(
+        self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
+    ) -> None:
         for x, new in zip(out, self.next, strict=True):
             x.copy_(new[: len(rows)])
 
@@ -91,7 +93,7 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
     """Of a sequence that is stopped halfway and one that ends, beside a slot that nobody has and nobody touches."""
     target, lengths = small(str(DEVICE)), (8, 5)
     texts, size = plain(heats, lengths), 1 if drafter == "none" else SIZE
-    pool, scripted = target.new_pool(3, SIZE), ScriptedDrafter(seed=3, right=0.8, idle=0.1)
+    pool, scripted = target.new_pool(3, 1), ScriptedDrafter(seed=3, right=0.8, idle=0.1)
     proposer: Proposer = Lookup()
     if drafter == "synthetic":
         made = SyntheticDrafter(0.7, SIZE - 1, 3, 2, VOCAB)
@@ -100,7 +102,7 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
     elif drafter == "scripted":
         proposer = Scripted(3, SIZE)
         scripted.references = dict(enumerate(texts))
-    rounds = Rounds(target, pool, proposer)
+    rounds = Rounds(target, pool, proposer, SIZE)
     tokens = {slot: list(p) for slot, p in enumerate(PROMPTS)}
     for slot, text in tokens.items():
         assert pool.alloc() == slot
@@ -127,7 +129,7 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
                 continue
             rounds.stop(slot)
             others = [x[:, [s for s in range(3) if s != slot]].clone() for x in parts(rounds.layers)]
-            rounds.flush(slot)
+            rounds.flush(slot, taken)
             for x, old in zip(parts(rounds.layers), others, strict=True):
                 assert same_bits(x[:, [s for s in range(3) if s != slot]], old)
             read, one_by_one = small().new_pool(1, 1), small().new_pool(1, 1)
@@ -146,10 +148,10 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
 def test_a_slot_is_taken_up_again_with_nothing_pending() -> None:
     """Between two rounds a slot changes hands while another one goes on; a stop id ends the newcomer."""
     target, texts = small(str(DEVICE)), plain((0.0, 0.0), (8, 9))
-    pool, made = target.new_pool(2, SIZE), SyntheticDrafter(1.0, SIZE - 1, 2, 1, VOCAB)
+    pool, made = target.new_pool(2, 1), SyntheticDrafter(1.0, SIZE - 1, 2, 1, VOCAB)
     made.references = dict(enumerate(texts))
     proposer = Synthetic(made, 2, 99, DEVICE)
-    rounds = Rounds(target, pool, proposer)
+    rounds = Rounds(target, pool, proposer, SIZE)
     got: list[list[int]] = []
 
     def begin(number: int, slot: int, stop_ids: tuple[int, ...] = ()) -> None:
@@ -179,7 +181,7 @@ def test_a_slot_is_taken_up_again_with_nothing_pending() -> None:
 
 
 def test_a_graph_is_made_once_for_a_shape_and_none_for_a_short_dip(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds = Rounds(small(str(DEVICE)), small(str(DEVICE)).new_pool(12, 4), Lookup())
+    rounds = Rounds(small(str(DEVICE)), small(str(DEVICE)).new_pool(12, 1), Lookup(), 4)
     made: list[tuple[int, int, int]] = []
     prepare = rounds._prepare
     monkeypatch.setattr(Rounds, "_round", lambda *_: None)
@@ -203,8 +205,8 @@ def test_a_graph_is_made_once_for_a_shape_and_none_for_a_short_dip(monkeypatch: 
 def running(slots: int, size: int) -> Rounds:
     """Rounds of a larger target with every slot in use, prepared for trees of `size` nodes and of one."""
     target = big()
-    pool = target.new_pool(slots, size)
-    rounds = Rounds(target, pool, Lookup())
+    pool = target.new_pool(slots, 1)
+    rounds = Rounds(target, pool, Lookup(), size)
     for slot in range(slots):
         text = prompt(9, slot, 3000) * 2
         target.prefill(torch.tensor(text[:-1], device=DEVICE), pool.alloc(), pool)

@@ -12,7 +12,7 @@ from torch import Tensor
 from specla.accept import accept
 from specla.engine.params import SamplingParams
 from specla.engine.sequence import Sequence
-from specla.resident.slots import Slots
+from specla.resident.slots import DEFERRED, Slots
 from specla.resident.walk import LENGTH, NOT_FINITE, RUNNING, STOP, Outcome, walk
 from specla.tree import Tree
 from tests.ops.strategies import SHAPES, random_parent, same_bits
@@ -32,14 +32,20 @@ class Round:
     parent: Tensor
     num_nodes: Tensor
 
-    def walk(self, rows: Tensor, slots: Slots, order: Tensor | slice = slice(None)) -> tuple[Outcome, Tensor]:
+    def walk(
+        self,
+        rows: Tensor,
+        slots: Slots,
+        order: Tensor | slice = slice(None),
+        where: tuple[int, int, bool] = (0, 2, False),
+    ) -> tuple[Outcome, Tensor]:
         """The outcome, and the rows as the walk leaves them."""
         batch, size = self.tokens[order].shape
         out = Outcome(torch.full((batch, size + 4), GARBAGE, dtype=torch.int32, device=DEVICE))
         rows = rows[order].clone()
         walk(
-            self.draws[order], self.tokens[order], self.parent[order], self.num_nodes[order], rows, slots, out
-        )
+            self.draws[order], self.tokens[order], self.parent[order], self.num_nodes[order], rows, slots, out, *where
+        )  # fmt: skip
         return out, rows
 
 
@@ -134,7 +140,8 @@ def test_rounds_are_those_of_the_engine(drawn: tuple[int, int, int]) -> None:
             if made is None:
                 assert told == [0, 0, int(step.num_nodes[b]) - 1, NOT_FINITE]
                 assert not out.tokens[b].any() and rows[b] == -1 and slots.count[slot] == 0
-                before.count[slot] = 0
+                before.count[slot] = before.num_pending[slot] = 0
+                before.lag[slot] = before.due[slot] = 1
                 assert same_slots(slots, before, but=[s for s in owners if s not in (-1, slot)])
                 continue
             tokens, accepted, drafted, path = made
@@ -169,6 +176,30 @@ def test_a_row_does_not_notice_its_neighbours(drawn: tuple[int, int, int], rando
     absent = [slot for b, slot in enumerate(rows.tolist()) if b not in order]
     assert same_slots(again, slots, but=absent)
     assert same_slots(again, before, but=rows[order].tolist())
+
+
+@given(sizes(), st.lists(st.booleans(), min_size=12, max_size=12), st.sampled_from([2, 4, 6]))
+def test_what_is_not_written_stays_pending(
+    drawn: tuple[int, int, int], deferred: list[bool], banks: int
+) -> None:
+    """A host that keeps count: nodes of earlier rounds go on waiting where a round defers and the slot is not due."""
+    _, size, seed = drawn
+    slots = garbage_slots(2, size, 24, 0)
+    slots.admit(1, [1], remaining=10**6)
+    waiting: list[int] = []
+    lag, due = 0, True
+    for number, defers in enumerate(deferred):
+        turn = number % banks
+        step = make_round(1, size, seed + number, lost=0.0, follow=0.5)
+        out, rows = step.walk(ints([1]), slots, where=(turn, banks, defers))
+        if due or not defers:
+            waiting, lag = [], 0
+        waiting += [turn * size + node for node in slots.path[1, : out.taken[0]].tolist()]
+        lag += 1
+        due = lag == banks - 1 or len(waiting) > DEFERRED
+        assert slots.pending_path[1, : len(waiting)].tolist() == waiting and rows.tolist() == [1]
+        told = [int(x[1]) for x in (slots.num_pending, slots.lag, slots.due)]
+        assert told == [len(waiting), lag, due]
 
 
 def test_of_equal_siblings_the_first_counts() -> None:

@@ -105,7 +105,7 @@ def visit(
 def exact_kernel(
     q, k, v, g, beta, A_log, dt_bias, o,
     state, state_indices, num_nodes, steps, num_steps,
-    pending_k, pending_d, pending_g, path, count,
+    pending_k, pending_d, pending_g, path, count, due,
     factor_k, factor_d, factor_g, query, scalars, arrived,
     scale, beta_scale,
     s_qb, s_qn, s_qh, s_kb, s_kn, s_kh, s_vb, s_vn, s_vh, s_gb, s_gn, s_gh, s_bb, s_bn,
@@ -138,6 +138,9 @@ def exact_kernel(
     if HAS_PENDING:
         path += i_b * s_path
         ahead = tl.load(count + i_b).to(tl.int32)
+        writes = ahead > 0
+        if due is not None:
+            writes = writes & (tl.load(due + i_b) != 0)
     if slot < 0:
         nodes = 0
         total = 0
@@ -214,7 +217,7 @@ def exact_kernel(
         S0 = pending_state(
             S0, ahead, path, pending_k, pending_d, pending_g, s_pkm, s_pdm, s_pgm, o_k, m_k, o_v, m_v, DECAY
         )
-        if ahead > 0:
+        if (ahead > 0) & writes:
             if WORKERS == 1:
                 tl.store(p_s, S0, m_s)
             elif i_w < WORKERS - 1:

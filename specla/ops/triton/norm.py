@@ -58,20 +58,21 @@ def _norm(
 def gated_norm(
     o: Tensor, gate: Tensor | None, weight: Tensor, eps: float, sigmoid: bool, dtype: torch.dtype
 ) -> Tensor:
-    """RMS norm of each head of o `[M, H, V]` (contiguous) times `weight` `[V]`, times silu or sigmoid of `gate`.
+    """RMS norm of each head of o `[G, N, H, V]` times `weight` `[V]`, times silu or sigmoid of `gate`.
 
     Args:
-        gate: `[M, H * V]`, any row stride, or None.
+        o: heads contiguous, any other strides. gate: `[G, N, H * V]`, any strides but the last, or None.
 
     Returns:
-        `[M, H * V]` in `dtype`.
+        `[G * N, H * V]` in `dtype`.
     """
-    rows, heads, size = o.shape
+    groups, each, heads, size = o.shape
+    rows = groups * each
     out = torch.empty(rows, heads * size, dtype=dtype, device=o.device)
     if rows:
         block = triton.next_power_of_2(size)
         gated_norm_kernel[(rows, heads)](
-            o, gate, weight, out, eps, 0 if gate is None else gate.stride(0),
+            o, gate, weight, out, eps, each, *o.stride()[:2], *((0, 0) if gate is None else gate.stride()[:2]),
             V=size, BV=block, SIGMOID=sigmoid, num_warps=min(4, max(1, block // 128)), **launch_options(o.device),
         )  # fmt: skip
     return out
@@ -107,7 +108,8 @@ def norm_kernel(
 
 @triton.jit
 def gated_norm_kernel(
-    o, gate, weight, out, eps, s_gate, V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr
+    o, gate, weight, out, eps, each, s_og, s_on, s_gg, s_gn,
+    V: tl.constexpr, BV: tl.constexpr, SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -117,10 +119,11 @@ def gated_norm_kernel(
     b_w = tl.load(weight + o_v, m_v, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    first = (row * tl.num_programs(1) + head) * V
-    b_o = tl.load(o + first + o_v, m_v, other=0.0).to(tl.float32)
+    group, node = row // each, row % each
+    b_o = tl.load(o + group * s_og + node * s_on + head * V + o_v, m_v, other=0.0).to(tl.float32)
     b_o *= 1.0 / tl.sqrt(tl.sum(b_o * b_o, 0) / V + eps) * b_w
     if gate is not None:
-        b_g = tl.load(gate + row * s_gate + head * V + o_v, m_v, other=0.0).to(tl.float32)
+        p_g = gate + group * s_gg + node * s_gn + head * V
+        b_g = tl.load(p_g + o_v, m_v, other=0.0).to(tl.float32)
         b_o *= tl.sigmoid(b_g) if SIGMOID else b_g * tl.sigmoid(b_g)
-    tl.store(out + first + o_v, b_o.to(out.dtype.element_ty), m_v)
+    tl.store(out + (row * tl.num_programs(1) + head) * V + o_v, b_o.to(out.dtype.element_ty), m_v)

@@ -23,9 +23,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from specla.ops.checks import require
 from specla.ops.triton import MAX_NODES
+from specla.ops.triton.overlap import launch_options
 from specla.tree import Tree
 
 RESET, READ, UPDATE, STORE = 1, 2, 4, 8
@@ -109,6 +111,7 @@ def build(parent: Tensor, num_nodes: Tensor, workers: int = 1, out: Schedule | N
         REPLAY=UPDATE if workers == 1 else READ | UPDATE,
         RESET=RESET,
         num_warps=2 ** (log_p - 2),
+        **launch_options(parent.device),
     )
     return out
 
@@ -129,7 +132,11 @@ def schedule_kernel(
     parent, num_nodes, lineage, depths, steps, count, s_pb, s_pn,
     N: tl.constexpr, L: tl.constexpr, WORKERS: tl.constexpr, LOG_P: tl.constexpr, LOG_W: tl.constexpr,
     VISIT: tl.constexpr, UPDATE: tl.constexpr, REPLAY: tl.constexpr, RESET: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     P: tl.constexpr = 2**LOG_P
     i_b = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, P)

@@ -37,6 +37,7 @@ def verify(
     gate: Gate | None = None,
     factors: Factors | None = None,
     by_slot: bool = False,
+    due: Tensor | None = None,
 ) -> tuple[Tensor, Factors]:
     """`gated_delta_verify` as `config` says, for tensors whose last dimension is contiguous.
 
@@ -44,8 +45,10 @@ def verify(
         factors: where the nodes' factors go, `[R, M, ..]` with `M >= N`; without it, new tensors. Never those of
             `pending`: two banks take turns.
         by_slot: the rows of `factors` and of `pending.factors` are slots rather than batch rows.
+        due: as in `specla.ops.verify.launch`.
     """
     batch, size, heads, dim_k = q.shape
+    assert due is None or (size == 1 and config.mode != "parallel" and config.workers == 1)
     value_heads, dim_v = v.shape[2:]
     decay = 0 if g is None else g.dim() - 2
 
@@ -117,7 +120,7 @@ def verify(
         arrived = counters(blocks * batch, q.device) if config.workers > 1 else unread
         exact_kernel[(blocks, batch, config.workers)](
             q, k, v, g, beta, A_log, dt_bias, o, state, slots, num_nodes, schedule.steps, schedule.count,
-            *held, path, count, *factors, query, scalars, arrived, scale, beta_scale,
+            *held, path, count, due, *factors, query, scalars, arrived, scale, beta_scale,
             *strides, schedule.steps.shape[2],
             BN=32 if size > 16 and config.block_v == 16 else 16, NP=triton.next_power_of_2(size),
             WORKERS=config.workers, **sizes, **rule, **how,

@@ -19,7 +19,7 @@ from specla.ops.triton import overlap
 from specla.ops.triton.chunk import chunk_prefill
 from specla.ops.triton.commit import commit
 from specla.ops.triton.conv import conv_commit, tree_conv
-from specla.ops.triton.linear import linear, linear_parts, swiglu
+from specla.ops.triton.linear import linear, linear_parts, quantize, swiglu
 from specla.ops.triton.norm import add_norm, embed_norm, gated_norm
 from specla.ops.triton.schedule import build
 from specla.ops.triton.tuning import Config
@@ -29,6 +29,7 @@ from specla.tree import Tree
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -116,7 +117,12 @@ def main() -> None:
         stream = torch.zeros(rows, 100)
         add_norm(stream, linear_parts(x, weight), stream[0], 1e-6, dtype, stream)
         embed_norm(stream[:, 0].int(), weight, weight[0], 1e-6)
-        gated_norm(x.view(rows, 4, 256), x, x[0], 1e-6, False, dtype)
+        gated_norm(x.view(1, rows, 4, 256), x[None], x[0], 1e-6, False, dtype)
+        if dtype == torch.bfloat16:
+            narrow = quantize(weight)
+            linear(x, narrow)
+            swiglu(x, narrow)
+            linear_parts(x, narrow)
     prefill(torch.bfloat16, (256, 256))
     prefill(torch.float16, (96, 40), torch.int32, gated=True)
     prefill(torch.float32)

@@ -13,7 +13,7 @@ from specla.ops import triton as kernels
 from specla.ops.linear import PROMPT, row_invariant_linear
 from specla.ops.triton import linear as module
 from specla.ops.triton.counters import counters
-from specla.ops.triton.linear import linear, linear_parts, splits, swiglu
+from specla.ops.triton.linear import linear, linear_parts, quantize, splits, swiglu
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE, full_size
 
@@ -36,6 +36,25 @@ def test_swiglu_is_made_of_gate_and_up(width: int, in_features: int, rows: int, 
     x, weight = drawn(seed, rows, in_features), drawn(seed + 1, 2 * width, in_features) / in_features**0.5
     gate, up = (x.double() @ weight.double().t()).chunk(2, -1)
     torch.testing.assert_close(swiglu(x, weight).double(), gate.sigmoid() * gate * up, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=12)
+@given(st.integers(1, 100), st.integers(1, 900), st.integers(1, 40), st.integers(0, 99))
+def test_seven_bits_stand_for_the_weight_that_they_name(
+    width: int, in_features: int, rows: int, seed: int
+) -> None:
+    x, weight = drawn(seed, rows, in_features), drawn(seed + 1, 2 * width, in_features) / in_features**0.5
+    narrow = quantize(weight)
+    named = (narrow.values.double() - 64) * narrow.scale.double()[:, None]
+    assert ((named - weight.double()).abs() <= 0.501 * narrow.scale.double()[:, None]).all()
+    for dtype in (torch.float32,) if DEVICE.type == "cpu" else (torch.float32, torch.bfloat16):
+        x, out = x.to(dtype), x.new_empty(rows, 2 * width)
+        expected = x.double() @ named.t()
+        torch.testing.assert_close(linear(x, narrow, out).double(), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(linear_parts(x, narrow).sum(0), out, rtol=1e-5, atol=1e-5)
+        gate, up = expected.chunk(2, -1)
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 1e-3}
+        torch.testing.assert_close(swiglu(x, narrow).double(), gate.sigmoid() * gate * up, **close)
 
 
 @settings(max_examples=12)

@@ -106,14 +106,17 @@ def test_heads_are_normed_and_gated(
         g = gate.double()
         want *= g.sigmoid() if activation == "sigmoid" else g * g.sigmoid()
     given_gate = gate if activation else None
-    y = gated_norm(o, given_gate, weight, EPS, activation == "sigmoid", dtype)
+    groups = 2 if rows % 2 == 0 else 1
+    wide = o.new_zeros(groups, rows // groups + 1, heads, size)  # as the last nodes of some trees lie
+    wide[:, 1:] = o.unflatten(0, (groups, -1))
+    grouped = None if given_gate is None else given_gate.unflatten(0, (groups, -1))
+    y = gated_norm(wide[:, 1:], grouped, weight, EPS, activation == "sigmoid", dtype)
     assert y.shape == (rows, heads * size) and y.dtype == dtype
     check(y, want)
     for row in range(rows):
-        one = None if given_gate is None else given_gate[row : row + 1]
-        assert same_bits(
-            gated_norm(o[row : row + 1], one, weight, EPS, activation == "sigmoid", dtype)[0], y[row]
-        )
+        one = None if given_gate is None else given_gate[None, row : row + 1]
+        alone = gated_norm(o[None, row : row + 1], one, weight, EPS, activation == "sigmoid", dtype)
+        assert same_bits(alone[0], y[row])
 
 
 def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
@@ -127,7 +130,7 @@ def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
 def test_a_stream_of_zeros_stays_finite() -> None:
     zeros = torch.zeros(2, 16, device=DEVICE)
     assert not add_norm(zeros, zeros[None].clone(), zeros[0] + 1, EPS, torch.float32).any()
-    assert not gated_norm(zeros[None], None, zeros[0] + 1, EPS, False, torch.float32).any()
+    assert not gated_norm(zeros[None, None], None, zeros[0] + 1, EPS, False, torch.float32).any()
 
 
 def test_no_rows_are_no_work() -> None:
@@ -135,7 +138,7 @@ def test_no_rows_are_no_work() -> None:
     stream, x = embed_norm(torch.empty(0, dtype=torch.int32, device=DEVICE), drawn(0, 4, 16), weight, EPS)
     assert stream.shape == x.shape == (0, 16)
     assert add_norm(stream, stream[None], weight, EPS, torch.bfloat16).shape == (0, 16)
-    assert gated_norm(stream.view(0, 2, 8), None, weight[:8], EPS, False, torch.bfloat16).shape == (0, 16)
+    assert gated_norm(stream.view(0, 1, 2, 8), None, weight[:8], EPS, False, torch.bfloat16).shape == (0, 16)
 
 
 @full_size
@@ -158,7 +161,10 @@ def test_full_sizes(size: int, dtype: torch.dtype) -> None:
         drawn(5, 128),
     )
     g = gate.double()
-    check(gated_norm(o, gate, heads, EPS, False, dtype), naive(o, heads).flatten(1) * g * g.sigmoid())
+    check(
+        gated_norm(o[None], gate[None], heads, EPS, False, dtype),
+        naive(o, heads).flatten(1) * g * g.sigmoid(),
+    )
     table, tokens = (
         drawn(6, 3000, size, dtype=dtype),
         torch.arange(0, 3000, 43, dtype=torch.int32, device=DEVICE),
@@ -172,6 +178,6 @@ def test_full_sizes(size: int, dtype: torch.dtype) -> None:
 def test_there_may_be_more_rows_than_a_grid_has_along_its_second_axis() -> None:
     o, gate, weight = drawn(0, 70_000, 2, 8), drawn(1, 70_000, 16), drawn(2, 8)
     check(
-        gated_norm(o, gate, weight, EPS, True, torch.float32),
+        gated_norm(o[None], gate[None], weight, EPS, True, torch.float32),
         naive(o, weight).flatten(1) * gate.double().sigmoid(),
     )
