@@ -18,7 +18,7 @@ from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
 from specla.ops import triton as kernels
 from specla.ops.factors import Pending
-from specla.ops.triton.linear import Int7Weight, linear, linear_parts, quantize, swiglu
+from specla.ops.triton.linear import FEW, Int7Weight, linear, linear_parts, quantize, swiglu
 from specla.ops.triton.norm import add_norm
 from specla.resident.drafts import Drafts
 from specla.resident.features import Backlog, Reading, gather, keep, pair_norm, take_last
@@ -47,7 +47,7 @@ def supports(network: Network, num_steps: int, topk: int) -> bool:
 
 
 class Weights(NamedTuple):
-    """What a network multiplies by: of bf16 weights seven bits, since nobody compares a draft's bits."""
+    """What a network multiplies by."""
 
     fc: Tensor | Int7Weight
     in_proj: Tensor | Int7Weight
@@ -58,11 +58,17 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, network: Network) -> Weights:
+        """Those of a network as they are."""
         layer, mixer = network.layer, cast(DeltaMixer, network.layer.mixer)
         mlp = layer.mlp.gate_up_proj, layer.mlp.down_proj
         parts = (network.fc, mixer.in_proj, mixer.o_proj, *mlp, network.lm_head)
-        weights = (part.weight.detach() for part in parts)
-        return cls(*(quantize(w) if w.dtype == torch.bfloat16 else w for w in weights))
+        return cls(*(part.weight.detach() for part in parts))
+
+    def narrow(self) -> Weights:
+        """Seven bits of each that is bf16: nobody compares the bits of a draft."""
+        return Weights(
+            *(quantize(w) if isinstance(w, Tensor) and w.dtype == torch.bfloat16 else w for w in self)
+        )
 
 
 class Eagle:
@@ -83,7 +89,9 @@ class Eagle:
         prune_threshold: float | None,
     ):
         config, weight = network.config, network.fc.weight
-        self.network, self.weights, self.layer_ids = network, Weights.of(network), config.layer_ids
+        self.network, self.layer_ids = network, config.layer_ids
+        self.full = Weights.of(network)
+        self.narrow = self.full.narrow()
         self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
         self.max_nodes = max_nodes
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
@@ -180,9 +188,10 @@ class Eagle:
         batch = len(rows)
         width = self.network.config.hidden_size
         hidden = torch.empty(batch * length, width, dtype=torch.float32, device=rows.device)
-        linear(backlog.features, self.weights.fc, hidden)
+        weights = self._weights(batch * length)
+        linear(backlog.features, weights.fc, hidden)
         x, stream = self._enter(backlog.tokens, hidden, None, batch)
-        grid = linear(x, self.weights.in_proj).unflatten(0, (batch, length))
+        grid = linear(x, weights.in_proj).unflatten(0, (batch, length))
         chain = Tree.resident(self.chain[:batch, :length], backlog.num_tokens)
         rooted = self.rooted[:batch]
         now = Round(chain, rows, self.path[:batch], rooted, self.drafted_root[:batch], rooted, 0)
@@ -203,9 +212,12 @@ class Eagle:
         size = now.tree.size
         x, stream = self._enter(tokens.flatten(), hidden, follow.flatten(), batch)
         own = projected[:, size - width : size]
-        linear(x, self.weights.in_proj, own)
+        linear(x, self._weights(len(x)).in_proj, own)
         o = recur(self._mixer, projected[:, :size], self.memory, now)
         return stream, self._leave(o[:, size - width :], own, stream)
+
+    def _weights(self, rows: int) -> Weights:
+        return self.narrow if rows <= FEW else self.full
 
     @property
     def _mixer(self) -> DeltaMixer:
@@ -225,7 +237,7 @@ class Eagle:
 
     def _leave(self, o: Tensor, projected: Tensor, stream: Tensor) -> Tensor:
         """From the recurrence to the end of the layer, whose output is left in `stream`; its norm for the head."""
-        layer, weights, dtype = self.network.layer, self.weights, projected.dtype
+        layer, weights, dtype = self.network.layer, self._weights(len(stream)), projected.dtype
         parts = linear_parts(leave(self._mixer, o, projected), weights.o_proj)
         x = add_norm(stream, parts, layer.mlp_norm.weight, layer.mlp_norm.eps, dtype)
         parts = linear_parts(swiglu(x, weights.gate_up_proj), weights.down_proj)
@@ -234,5 +246,5 @@ class Eagle:
     def _top(
         self, normed: Tensor, rows: Tensor, slots: Slots, depth: int, noisy: bool
     ) -> tuple[Tensor, Tensor]:
-        logits = logits_of(normed, self.weights.lm_head)
+        logits = logits_of(normed, self._weights(len(normed)).lm_head)
         return top(logits, rows, slots, self.network.token_ids, depth, width=self.topk, noisy=noisy)

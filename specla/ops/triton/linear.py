@@ -22,6 +22,7 @@ from specla.ops.triton.counters import counters
 from specla.ops.triton.overlap import launch_options
 
 TILE = 64  # outputs of a program for up to 16 rows, twice as many beyond; splits are counted by it alone
+FEW = 16  # rows up to which a weight of seven bits is faster than one of bf16
 PROGRAMS = 264  # that fill a large device; a constant, since splits decide the order of a sum
 MAX_SPLIT = 8
 STEP = 64  # inputs: what a split is a multiple of
@@ -92,7 +93,12 @@ def _launch(
     split = splits(outputs, in_features)
     wide = x.dtype == torch.float32
     BR = min(128, max(16, triton.next_power_of_2(rows)))
-    BM = TILE if BR == 16 else 2 * TILE
+    BM, BK = (TILE, 128) if BR == 16 else (2 * TILE, 128 if BR == 32 else 64)
+    warps, stages = BM // 16, 3 if BR == 32 else 4
+    if wide:
+        BK, stages = 64, 3
+    if scale is not None and BR == 16:
+        BM, BK, warps, stages = 32, 256, 4, 4
     grid = (triton.cdiv(outputs, BM), triton.cdiv(rows, BR), split)
     gathers = split > 1 and not parts
     held = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
@@ -101,9 +107,8 @@ def _launch(
         x, values, scale, out, held, arrived, rows, outputs, x.stride(0), values.stride(0),
         out.stride(-2), max(1, out.shape[-2]), 0 if parts else out.stride(0),
         K=in_features, KS=triton.cdiv(triton.cdiv(in_features, split), STEP) * STEP,
-        BM=BM, BR=BR, BK=64 if wide or BR > 32 else 128, SPLIT=split, SWIGLU=swiglu, PARTS=parts,
-        ASM=not triton.knobs.runtime.interpret,
-        num_warps=BM // 16, num_stages=3 if wide or BR == 32 else 4, **launch_options(x.device),
+        BM=BM, BR=BR, BK=BK, SPLIT=split, SWIGLU=swiglu, PARTS=parts, ASM=not triton.knobs.runtime.interpret,
+        num_warps=warps, num_stages=stages, **launch_options(x.device),
     )  # fmt: skip
 
 
