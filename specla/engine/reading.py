@@ -14,9 +14,9 @@ STEP, STEP_GPU = 256, 2048  # prompt tokens of a step, unless told otherwise
 class Pauses(NamedTuple):
     """The places of a prompt at which reading may pause, or must: every `unit` tokens.
 
-    On a CPU recurrent layers compute block by block, and it does not matter how many blocks are read together. Attention
-    sums in an order that depends on it, and on a GPU a walk rounds by the largest value that it meets, so there the
-    number is always the same.
+    On a CPU recurrent layers compute block by block, and it does not matter how many blocks are read together.
+    Attention sums in an order that depends on it, and on a GPU a walk rounds by the largest value that it meets, so
+    there the number is always the same.
     """
 
     unit: int
