@@ -33,7 +33,7 @@ def add_bench(commands: Any) -> None:
         "--prompts", metavar="FILE", help="JSON lines: id, category, prompt (default: built-in ones)"
     )
     p.add_argument("--limit", type=int, metavar="N", help="take N prompts, spread evenly")
-    p.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    p.add_argument("--max-tokens", type=int, metavar="N", help="default: 128, with --random 256")
     p.add_argument(
         "--random",
         metavar="SHAPE",
@@ -59,6 +59,7 @@ def add_bench(commands: Any) -> None:
     add_speculation(p, drafter="several ways to draft, compared")
     p.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
     p.add_argument("--output", metavar="FILE", help="write the JSON document there too")
+    p.add_argument("--plots", metavar="DIR", help="with --random: write pictures there")
     p.set_defaults(run=run_generate)
     _add_kernel(kinds)
 
@@ -153,7 +154,9 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.random is None:
         if len(args.batch_size) > 1:
             raise ValueError("several of --batch-size need --random")
-        args.batch_size = args.batch_size[0]
+        if args.plots is not None:
+            raise ValueError("--plots needs --random")
+        args.batch_size, args.max_tokens = args.batch_size[0], args.max_tokens or 128
     try:
         report = (measure_all if args.random is None else measure_random)(args, sys.argv)
     except UnrepeatableError as error:

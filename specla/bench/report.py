@@ -113,7 +113,9 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
     Raises:
         ValueError: for an unknown shape, a model beside it, or without a GPU and Triton.
     """
-    from specla.bench.resident import SHAPES, measure as measure_rounds
+    from specla.bench.kernel_plots import check_matplotlib
+    from specla.bench.resident import SHAPES, TOKENS, measure as measure_rounds
+    from specla.bench.resident_plots import plot
     from specla.engine.llm import resolve_device
 
     if args.random not in SHAPES:
@@ -121,7 +123,7 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
     if args.model is not None or args.drafter is not None or given(args):
         raise ValueError("--random goes with neither a model nor a drafter")
     unread = {
-        "prompts": None, "limit": None, "max_tokens": 128, "rounds": 100, "ignore_eos": False, "threads": None,
+        "prompts": None, "limit": None, "rounds": 100, "ignore_eos": False, "threads": None,
         "dtype": "auto", "verify": SpeculativeConfig().verify,
     }  # fmt: skip
     asked = [
@@ -132,16 +134,19 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
     device = resolve_device(args.device)
     if device.type != "cuda" or find_spec("triton") is None:
         raise ValueError("--random needs a CUDA device and triton: pip install 'specla[gpu]'")
+    if args.plots is not None:
+        check_matplotlib()
     report = measure_rounds(
-        SHAPES[args.random], args.batch_size, args.temperature, args.seed, args.repeat, device
-    )
+        SHAPES[args.random], args.batch_size, args.temperature, args.seed, args.repeat, args.max_tokens or TOKENS,
+        device,
+    )  # fmt: skip
     differing = [
         f"batch {made['batch']}, {row['name']}: the tokens differ from plain decoding's"
         for made in report["batches"]
         for row in made["ways"]
         if not row["identical"]
     ]
-    return {
+    made = {
         "benchmark": "rounds",
         "shape": args.random,
         "device": torch.cuda.get_device_name(device),
@@ -157,6 +162,10 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": _command(argv),
     }  # fmt: skip
+    if args.plots is not None:
+        for path in plot(made, Path(args.plots)):
+            print(path, file=sys.stderr)
+    return made
 
 
 def _command(argv: Sequence[str]) -> str:

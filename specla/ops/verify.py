@@ -210,7 +210,7 @@ def launch(
     Args:
         factors: where to write them, fp32 with `M >= N` nodes; rows are slots with `by_slot`.
         due: int32 `[B]`, 0 where what is pending is applied for this call alone, and not committed; None: nowhere. For
-            trees of one node.
+            chains, in an exact mode.
     """
     from specla.ops.triton.tuning import choose
     from specla.ops.triton.verify import verify as run
@@ -220,6 +220,11 @@ def launch(
         mode, device=state.device, batch=max(batch, 1), nodes=nodes, value_heads=value_heads, dim_k=q.shape[3],
         dim_v=dim_v,
     )  # fmt: skip
+    if due is not None:
+        assert config.mode != "parallel"
+        config = config._replace(
+            mode="serial", workers=1
+        )  # whose programs are alone with their part of a state
     q, k, v = (kernels.dense(x) for x in (q, k, v))
     g, beta = (None if x is None else kernels.dense(x) for x in (g, beta))
     if gate is not None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
+from specla.drafters.base import Exported
 from specla.drafters.network import Eagle as Network
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
@@ -27,7 +28,7 @@ from specla.resident.grow import MAX_STEPS, begin, begin_levels, expand, finish
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
-from specla.state import RecurrentSpec, StatePool
+from specla.state import RecurrentSpec, Snapshot, StatePool
 from specla.tree import Tree
 
 
@@ -93,6 +94,7 @@ class Eagle:
         self.full = Weights.of(network)
         self.narrow = self.full.narrow()
         self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
+        self.chains = topk == 1
         self.max_nodes = max_nodes
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
         heads, dim = config.num_heads, config.head_dim
@@ -130,6 +132,18 @@ class Eagle:
             past = Prefill(self.pool, slot, len(following) - 1, self.network.fc.weight.dtype)
             ids = torch.tensor(following[:-1], device=features.device)
             self.network(ids[None], self.network.fuse(features[None, :-1]), past)
+
+    def export(self, slot: int) -> Exported | None:
+        """What was read, and the features of the pair that waits."""
+        if slot not in self._held:
+            return None
+        return Exported((self._held[slot][0].clone(), *self.pool.export(slot).parts[0]), [])
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        """The pair that waits gets another second half."""
+        waiting, *parts = exported.tensors
+        self.pool.restore(slot, Snapshot(0, [tuple(parts)]))
+        self._held[slot] = waiting, following
 
     def admit(self, slot: int, key: int, size: int) -> None:
         """What waits of the prompt's end becomes the backlog of the first round."""

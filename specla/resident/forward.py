@@ -2,7 +2,7 @@
 
 Batch rows are slots: row b works on slot b, or on nothing where `rows[b]` is -1. What a round leaves of its nodes goes
 into a bank, of which there are several. What was accepted is pending there until a later round commits it: the next
-one, or, since to write a state costs as much as to read it, a few plain rounds later. A convolution's window is small,
+one, or, since to write a state costs as much as to read it, a few rounds later. A convolution's window is small,
 and always committed by the next round.
 """
 
@@ -87,8 +87,8 @@ class Round(NamedTuple):
     tree: `Tree.resident` of int32 `[B, N]`. rows: int32 `[B]`. turn: the bank to fill. mode: of verification.
     path int32 `[B, M]`, taken int32 `[B]`: nodes of the round before to shift into the windows first.
     pending_path int32 `[B, P]`, num_pending int32 `[B]`: factors to apply to the states first, from all banks.
-    due: int32 `[B]`, 0 where a state is not written but only read, with what is pending; None: all are written. Taken
-    in rounds of one node only.
+    due: int32 `[B]`, 0 where a state is not written but only read, with what is pending, which is for chains only;
+    None: all are written.
     """
 
     tree: Tree

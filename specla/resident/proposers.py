@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters.base import Exported
 from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
 from specla.resident.drafts import Drafts
@@ -21,10 +22,12 @@ from specla.resident.walk import Outcome
 class Proposer(Protocol):
     """Fills trees by launches that a graph can hold. Batch rows are slots.
 
-    layer_ids: residual streams of the target that it reads. kept: tensors that it carries from round to round.
+    layer_ids: residual streams of the target that it reads. chains: whether its trees never branch. kept: tensors that
+    it carries from round to round.
     """
 
     layer_ids: tuple[int, ...]
+    chains: bool
     kept: list[Tensor]
 
     def clear(self, slot: int) -> None:
@@ -32,6 +35,12 @@ class Proposer(Protocol):
 
     def read(self, slot: int, features: Tensor, following: list[int]) -> None:
         """The target has read a stretch of its prompt: features `[T, F]` and the token after each."""
+
+    def export(self, slot: int) -> Exported | None:
+        """Copies of what it remembers of a prompt that is being read, as a `Drafter` does."""
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        """Let a slot hold what was exported."""
 
     def admit(self, slot: int, key: int, size: int) -> None:
         """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
@@ -44,7 +53,7 @@ class Proposer(Protocol):
     def propose(
         self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int
     ) -> None:
-        """One tree a row, of at most `limit` int32 `[1]` drafts that can still be of use."""
+        """One tree a row, of at most `limit` int32 `[S]` drafts of its slot that can still be of use."""
 
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
         """Where the streams of this round go, as `forward.read_trees` takes them."""
@@ -57,6 +66,7 @@ class TokenProposer:
     """Base of those that look at tokens alone."""
 
     layer_ids: tuple[int, ...] = ()
+    chains = True
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
@@ -66,6 +76,12 @@ class TokenProposer:
 
     def read(self, slot: int, features: Tensor, following: list[int]) -> None:
         raise AssertionError("a proposer without layer_ids is shown no features")
+
+    def export(self, slot: int) -> Exported | None:
+        return None
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        raise AssertionError("a proposer without layer_ids remembers no prompts")
 
     def admit(self, slot: int, key: int, size: int) -> None:
         pass
@@ -110,7 +126,7 @@ class Synthetic(TokenProposer):
 
     def __init__(self, drafter: SyntheticDrafter, num_slots: int, max_length: int, device: torch.device):
         super().__init__()
-        self.drafter = drafter
+        self.drafter, self.chains = drafter, drafter.topk == 1
         self.reference = torch.zeros(num_slots, max_length, dtype=torch.int32, device=device)
         self.num_reference = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)

@@ -88,7 +88,7 @@ def walk(
         slots.num_pending, slots.pending_path, slots.lag, slots.due,
         size, slots.path.shape[1], slots.stop_ids.shape[1], slots.history.shape[1], slots.pending_path.shape[1],
         turn * slots.path.shape[1], banks - 1,
-        LOG_P=log_p, DEFERS=deferred, DEFERRED=DEFERRED,
+        LOG_P=log_p, E=max(1, triton.next_power_of_2(slots.stop_ids.shape[1])), DEFERS=deferred, DEFERRED=DEFERRED,
         RUNNING=RUNNING, STOP=STOP, LENGTH=LENGTH, NOT_FINITE=NOT_FINITE,
         num_warps=4 if log_p == 6 else 1, **launch_options(rows.device),
     )  # fmt: skip
@@ -99,7 +99,7 @@ def walk_kernel(
     draws, tokens, parent, num_nodes, rows, out,
     root, position, remaining, count, path, stop_ids, history, num_pending, pending_path, lag, due,
     size, max_nodes, num_stop_ids, max_length, max_pending, first, most_lag,
-    LOG_P: tl.constexpr, DEFERS: tl.constexpr, DEFERRED: tl.constexpr,
+    LOG_P: tl.constexpr, E: tl.constexpr, DEFERS: tl.constexpr, DEFERRED: tl.constexpr,
     RUNNING: tl.constexpr, STOP: tl.constexpr, LENGTH: tl.constexpr, NOT_FINITE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -131,9 +131,9 @@ def walk_kernel(
     depth = tl.cumsum(on_path, 0) - 1  # ids ascend along a path
     num_accepted = tl.sum(on_path, 0) - 1
 
-    stops = node < 0
-    for i in range(num_stop_ids):
-        stops = stops | (draw == tl.load(stop_ids + slot * num_stop_ids + i))
+    o_e = tl.arange(0, E)
+    ids = tl.load(stop_ids + slot * num_stop_ids + o_e, o_e < num_stop_ids, other=-1)
+    stops = tl.max((draw[:, None] == ids[None, :]).to(tl.int32), 1) > 0
     ends = tl.min(tl.where((on_path > 0) & stops, depth, size), 0)
     left = tl.load(remaining + slot)
     lost = tl.min(draw, 0) < 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from specla.bench.resident import (
     random_target,
     run,
 )
+from specla.bench.resident_plots import plot
 from specla.cli import main
 from specla.drafters import NoDrafter
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -52,6 +54,21 @@ def test_a_speed_whose_tokens_differ_is_left_out() -> None:
     assert "2.00x" in text and "DIFFER" in text and "gap 0.100 ms" in text
 
 
+def test_pictures_show_every_way_and_every_part(tmp_path: Path) -> None:
+    ways = [
+        {"name": name, "identical": name != "eagle b", "steady_speedup": 1.5}
+        for name in ("plain", "chain", "eagle a", "eagle b")
+    ]
+    parts = {"propose": 0.5, "verify": 1.2, "accept": 0.1, "gap": 0.0}
+    report = {
+        "device": "a GPU",
+        "shape": "tiny",
+        "batches": [{"batch": n, "ways": ways, "parts_ms": parts} for n in (1, 8)],
+    }
+    for path in plot(report, tmp_path / "pictures"):
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -59,10 +76,11 @@ def test_a_speed_whose_tokens_differ_is_left_out() -> None:
         (["--random", "tiny", "--drafter", "ngram"], "goes with neither a model nor a drafter"),
         (["--random", "tiny", "--device", "cpu"], "needs a CUDA device"),
         (
-            ["--random", "tiny", "--max-tokens", "9", "--ignore-eos"],
-            "does not go with --max-tokens, --ignore-eos",
+            ["--random", "tiny", "--limit", "9", "--ignore-eos"],
+            "does not go with --limit, --ignore-eos",
         ),
         (["--batch-size", "1", "4"], "several of --batch-size need --random"),
+        (["--plots", "x"], "--plots needs --random"),
         (["--batch-size", "0"], "must be in 1..4096"),
     ],
 )

@@ -171,8 +171,8 @@ def finish(engine: Engine) -> None:
 def held(engine: Engine, slots: list[int]) -> list[Tensor]:
     """Copies of all that these slots hold."""
     assert isinstance(engine, ResidentEngine)
-    state, windows, banks = engine.rounds.layers
-    return [x[:, slots].clone() for x in (state, windows, *(y for f, c in banks for y in (*f, c)))]
+    state, windows, factors, inputs, _ = engine.rounds.layers
+    return [x[:, slots].clone() for x in (state, windows, *factors, inputs)]
 
 
 def step(engine: Engine) -> list[Sequence]:

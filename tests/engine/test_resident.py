@@ -229,14 +229,11 @@ def test_logits_that_are_not_finite_end_those_alone_that_have_them(
         else request.add(engine)
         for n, request in enumerate(requests)
     ]
-    errors = 0
+    ended = []
     while engine.has_work:
-        try:
-            step(engine)
-        except FloatingPointError as error:
-            assert "not finite" in str(error)
-            errors += 1
-    assert 1 <= errors <= len(victims)
+        ended += [sequence for sequence in step(engine) if sequence.finish_reason == "error"]
+    assert sorted(sequences.index(sequence) for sequence in ended) == list(victims)
+    assert isinstance(engine.failure, FloatingPointError)
     for n, (request, sequence) in enumerate(zip(requests, sequences, strict=True)):
         if n in victims:
             assert (sequence.output, sequence.finish_reason, sequence.slot) == ([], "error", None)
@@ -279,6 +276,29 @@ def test_after_an_interrupted_step_nobody_goes_on_with_a_gap(
         else:
             assert (sequence.output, sequence.finish_reason) == (output, reason)
     check_end(engine)
+
+
+def test_a_device_that_fails_ends_everything_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a round, and again at every further call."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = make("synthetic", slots=2)
+    sequences = [request.add(engine) for request in MIX[:4]]
+    step(engine)
+    monkeypatch.setattr(rounds.Flight, "wait", broken)
+    monkeypatch.setattr(rounds.Rounds, "stop", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        finish(engine)
+    assert "illegal" in str(engine.failure) and not engine.has_work and engine.pool.num_free == 2
+    for request, sequence in zip(MIX, sequences, strict=False):
+        assert sequence.output == request.alone()[0][: len(sequence.output)]
+        assert sequence.finish_reason in ("error", request.alone()[1])
+    assert [s.error is not None and "illegal" in s.error for s in sequences[2:]] == [True, True]
+    assert engine.step() == []
+    with pytest.raises(RuntimeError, match="takes no more requests: CUDA error"):
+        MIX[0].add(engine)
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "synthetic"])

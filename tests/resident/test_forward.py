@@ -12,6 +12,7 @@ from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Tap
 from specla.ops import triton as kernels
 from specla.resident.forward import Layers, Round, head, read_trees, supports
+from specla.resident.slots import DEFERRED
 from specla.tree import Tree
 from tests.ops.strategies import SHAPES, close, path_to, random_parent, same_bits
 from tests.ops.triton import DEVICE, full_size
@@ -132,33 +133,42 @@ def test_banks_are_empty_and_share_nothing(banks: int) -> None:
     assert (layers.conv_inputs[0, :, :, 0] == torch.arange(banks - 2, banks).repeat_interleave(5)).all()
 
 
-def test_a_state_that_is_not_due_is_read_with_what_is_pending_and_written_later() -> None:
-    """Single tokens: where states are written every third round, logits have the bits of those written in each."""
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_state_that_is_not_due_is_read_with_what_is_pending_and_written_later(size: int) -> None:
+    """Chains of which some nodes are taken: logits have the bits of rounds that write all states."""
     target, rows = copy.deepcopy(small("plain", 2)).to(DEVICE), [0, -1, 2]
     first, second = (
-        Layers.of(*target.new_pool(3, 1).groups.values(), max_nodes=1, banks=banks) for banks in (2, 4)
+        Layers.of(*target.new_pool(3, 1).groups.values(), max_nodes=size, banks=banks) for banks in (2, 4)
     )
     for layers in (first, second):
         layers.state.copy_(torch.randn(layers.state.shape, generator=torch.Generator().manual_seed(0)))
-    root, path = Tree.resident(ints([[-1]] * 3), ints([1] * 3)), ints([[0]] * 3)
-    for turn in range(8):
-        tokens, some = ints([[turn], [SPOILT], [turn + 1]]), ints([min(turn, 1)] * 3)
-        waiting = (turn - 1) % 3 + 1 if turn else 0
-        numbers = [(turn - n) % 4 for n in range(waiting, 0, -1)]
-        pending = ints([numbers + [10**9] * (3 - waiting)] * 3)
-        due, before = ints([int(waiting == 3)] * 3), second.state.clone()
-        plain = Round(root, ints(rows), path, some, path + (turn + 1) % 2, some, turn % 2)
-        lazy = Round(root, ints(rows), path, some, pending, ints([waiting] * 3), turn % 4, due=due)
+    tree = Tree.resident(ints([[*range(-1, size - 1)]] * 3), ints([size] * 3))
+    path = ints([[*range(size)]] * 3)
+    waiting: list[int] = []
+    taken, lag = 0, 0
+    for turn in range(9):
+        due, before = lag == 3 or len(waiting) > DEFERRED, second.state.clone()
+        tokens = ints([[(turn + n) % SPOILT for n in range(size)]] * 3)
+        tokens[1] = SPOILT
+        plain = Round(
+            tree, ints(rows), path, ints([taken] * 3), path + (turn + 1) % 2 * size, ints([taken] * 3), turn % 2
+        )  # fmt: skip
+        pending = ints([waiting + [10**9] * (size + DEFERRED - len(waiting))] * 3)
+        lazy = plain._replace(
+            pending_path=pending,
+            num_pending=ints([len(waiting)] * 3),
+            turn=turn % 4,
+            due=ints([int(due)] * 3),
+        )
         want, got = (
-            head(target, read_trees(target, layers, tokens, now)).view(3, -1)[[0, 2]]
+            head(target, read_trees(target, layers, tokens, now)).view(3, size, -1)[[0, 2]]
             for layers, now in ((first, plain), (second, lazy))
         )
         assert same_bits(got, want) and got.isfinite().all()
-        if waiting == 3:
-            assert same_bits(second.state[:, [0, 2]], first.state[:, [0, 2]])
-            assert not same_bits(second.state, before)
-        else:
-            assert same_bits(second.state, before)
+        assert same_bits(second.state, before) == (not due)
+        assert not due or same_bits(second.state[:, [0, 2]], first.state[:, [0, 2]])
+        waiting, lag, taken = [] if due else waiting, 0 if due else lag, 1 + turn % size
+        waiting, lag = waiting + [turn % 4 * size + n for n in range(taken)], lag + 1
     assert same_bits(second.conv_state, first.conv_state)
 
 

@@ -1,0 +1,163 @@
+"""Laws that it takes a GPU to look at: bits over a hundred thousand tokens, ten thousand rounds of coming and going."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specla.bench.resident import random_network
+from specla.drafters import Drafter, EagleDrafter, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
+from specla.engine.resident import ResidentEngine
+from specla.engine.sequence import Sequence
+from specla.models.loader import load_target
+from specla.resident.forward import supports
+from tests.models.test_fixtures import DATA, VARIANTS
+from tests.ops.strategies import same_bits
+from tests.ops.triton import DEVICE, full_size
+from tests.resident.test_forward import big
+from tests.targets import prompt
+
+VOCAB = 3000  # of `big`
+SLOTS = 33  # so many that plain rounds leave states unwritten, and no power of two
+
+
+def drafters() -> list[Drafter]:
+    network = random_network(big().config, 1, DEVICE)
+    return [
+        NgramDrafter(), SyntheticDrafter(0.8, 8, 8, 1, VOCAB), SyntheticDrafter(0.7, 15, 5, 4, VOCAB),
+        EagleDrafter(network, 7, 4, 2, max_num_seqs=SLOTS),
+    ]  # fmt: skip
+
+
+def decode(
+    drafter: Drafter,
+    drafts: int | str,
+    params: list[SamplingParams],
+    texts: list[list[int]] | None = None,
+    slots: int = SLOTS,
+) -> list[Sequence]:
+    engine = ResidentEngine(big(), drafter, SpeculativeConfig(num_speculative_tokens=drafts), slots)
+    sequences = [engine.add(prompt(3 + n % 40, n, VOCAB), each) for n, each in enumerate(params)]
+    if isinstance(drafter, SyntheticDrafter):
+        assert texts is not None
+        drafter.references = {s.key: s.tokens + text for s, text in zip(sequences, texts, strict=True)}
+    while engine.has_work:
+        engine.step()
+    return sequences
+
+
+def step_beside_free_slots(engine: ResidentEngine) -> None:
+    """A step, and slots that are free before and after it keep their bits."""
+    (group,) = engine.pool.groups.values()
+    free = sorted(engine.pool._free)
+    states = [x[:, free].clone() for x in (group.state, group.conv_state)]
+    engine.step()
+    left = [i for i, slot in enumerate(free) if slot in engine.pool._free]
+    slots = [free[i] for i in left]
+    for x, old in zip((group.state, group.conv_state), states, strict=True):
+        assert same_bits(x[:, slots], old[:, left])
+
+
+@full_size
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_hundred_thousand_tokens_and_what_the_target_thinks_of_them_have_the_bits_of_plain_decoding(
+    temperature: float,
+) -> None:
+    """Log-probabilities are told of the token and of the five likeliest: they tell of the logits, to the bit."""
+    params = [
+        SamplingParams(max_tokens=500 + n % 40, temperature=temperature, seed=n, logprobs=5)
+        for n in range(50)
+    ]
+    (alone,) = decode(NoDrafter(), 0, params[:1], slots=1)
+    plain = decode(NoDrafter(), 0, params)
+    assert (alone.output, alone.logprobs) == (plain[0].output, plain[0].logprobs)
+    texts, compared = [sequence.output for sequence in plain], 0
+    for drafter, drafts in zip(drafters(), (7, 8, 15, "auto"), strict=True):
+        for sequence, twin in zip(decode(drafter, drafts, params, texts), plain, strict=True):
+            assert sequence.output == twin.output and sequence.logprobs == twin.logprobs
+            compared += len(sequence.output)
+    assert compared > 100_000
+
+
+@full_size
+@pytest.mark.parametrize("number", range(5))
+def test_ten_thousand_rounds_of_coming_and_going_leave_free_slots_alone_and_leak_nothing(number: int) -> None:
+    """A fifth of them with each drafter; who is cancelled has said the beginning of what it says alone."""
+    drafts = (0, 7, 8, 15, "auto")[number]
+    kinds = [
+        SamplingParams(), SamplingParams(temperature=0.8),
+        SamplingParams(temperature=1.2, num_speculative_tokens=2 if drafts else 0),
+        SamplingParams(temperature=1.0, top_k=30, repetition_penalty=1.1, min_p=0.01),
+    ]  # fmt: skip
+    rng = random.Random(number)
+    params = [
+        replace(kinds[n % 4 if n % 20 == 3 else n % 3], max_tokens=rng.randint(1, 160), seed=n)
+        for n in range(60)
+    ]
+    plain = [replace(each, num_speculative_tokens=0) for each in params]
+    texts = [sequence.output for sequence in decode(NoDrafter(), 0, plain, slots=16)]
+    drafter = [NoDrafter(), *drafters()][number]
+    config = SpeculativeConfig(num_speculative_tokens=drafts)
+    engine = ResidentEngine(big(), drafter, config, SLOTS)
+    running: dict[int, tuple[Sequence, int]] = {}
+    rounds, grown, before, held, compared = 0, 0, 0, -1, 0
+    while rounds < 2000 or not compared:
+        assert rounds < 8000, "new shapes again and again"
+        if (
+            rounds - before >= 400
+        ):  # once nothing new is captured any more, nothing may be held any more either
+            settled = engine.rounds.num_prepared == grown
+            if settled and held >= 0:
+                assert torch.cuda.memory_allocated() == held
+                compared += 1
+            held = torch.cuda.memory_allocated() if settled else -1
+            grown, before = engine.rounds.num_prepared, rounds
+        for _ in range(rng.choice([0] * 12 + [1, 2, 5])):
+            n = rng.randrange(len(params))
+            sequence = engine.add(prompt(3 + n % 40, n, VOCAB), params[n])
+            if isinstance(drafter, SyntheticDrafter):
+                drafter.references[sequence.key] = sequence.tokens + texts[n]
+            running[sequence.key] = sequence, n
+        if running and rng.random() < 0.02:
+            engine.release(running[rng.choice(list(running))][0])
+        if rounds % 50:
+            engine.step()
+        else:
+            step_beside_free_slots(engine)
+        rounds += 1
+        for key, (sequence, n) in list(running.items()):
+            if sequence.finish_reason:
+                assert sequence.output == texts[n][: len(sequence.output)]
+                assert sequence.finish_reason == "abort" or sequence.output == texts[n]
+                del running[key]
+    for sequence, _ in running.values():
+        engine.release(sequence)
+    while engine.has_work:
+        engine.step()
+    assert engine.pool.num_free == SLOTS and (engine.rounds.rows == -1).all()
+
+
+@full_size
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fixtures_say_on_a_gpu_what_they_say_on_a_cpu(variant: str) -> None:
+    """In fp32: greedy tokens and their log-probabilities, drafted for and not."""
+    params = SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True)
+    said: list[Sequence] = []
+    for device in ("cpu", "cuda"):
+        target = load_target(DATA / variant, device, "float32")
+        assert supports(target) == (device == "cuda")
+        kind = ResidentEngine if device == "cuda" else Engine
+        for drafts in (0, 5):
+            engine = kind(target, NgramDrafter(), SpeculativeConfig(num_speculative_tokens=drafts), 1)
+            said.append(engine.add([5, 17, 3, 99, 5, 17], params))
+            while engine.has_work:
+                engine.step()
+    for sequence in said[1:]:
+        assert sequence.output == said[0].output
+        for ours, theirs in zip(sequence.logprobs, said[0].logprobs, strict=True):
+            assert abs(ours.logprob - theirs.logprob) < 2e-4
