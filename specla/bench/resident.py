@@ -178,17 +178,23 @@ def _measure_batch(
     config = SpeculativeConfig(num_speculative_tokens=0)
     plain = run(ResidentEngine(target, NoDrafter(), config, batch), prompts, params, repeat)
     rows, parts = [_row("plain", plain, plain)], {}
+    _tell(f"batch {batch}, {params.max_tokens} tokens each", format_row(rows[0]))
     for way in WAYS:
         engine = engine_of(target, network, way, batch, seed)
         rows.append(_row(way.name, run(engine, prompts, params, repeat, plain.outputs), plain))
+        _tell(format_row(rows[-1]))
         if way.network and way.topk > 1 and way.drafts is not None:
             parts = time_parts(engine, way.drafts)
-    made = {
-        "batch": batch, "max_tokens": params.max_tokens, "ways": rows, "parts_ms": parts,
-        "peak_bytes": torch.cuda.max_memory_allocated(device),
+            _tell("  its " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in parts.items()))
+    peak = torch.cuda.max_memory_allocated(device)
+    _tell(f"  peak {peak / 2**30:.1f} GiB")
+    return {
+        "batch": batch, "max_tokens": params.max_tokens, "ways": rows, "parts_ms": parts, "peak_bytes": peak,
     }  # fmt: skip
-    print(format_batch(made), file=sys.stderr, flush=True)
-    return made
+
+
+def _tell(*lines: str) -> None:
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, seed: int) -> ResidentEngine:
@@ -337,20 +343,10 @@ def _captured(call: Callable[[], None], device: torch.device) -> torch.cuda.CUDA
     return graph
 
 
-def format_batch(made: dict[str, Any]) -> str:
-    """The figures of one batch size for a person."""
-    lines = [
-        f"batch {made['batch']}, {made['max_tokens']} tokens each, peak {made['peak_bytes'] / 2**30:.1f} GiB"
-    ]
-    for row in made["ways"]:
-        if row["identical"]:
-            speed = (
-                f"{row['tokens_per_s']:10.0f} tokens/s {row['speedup']:6.2f}x {row['steady_speedup']:6.2f}x"
-            )
-            step = f"{row['round_ms']:8.3f} ms a round = {row['plain_steps']:5.2f} plain steps"
-            lines.append(f"  {row['name']:24}{speed} {step}, {row['acceptance_length']:5.2f} tokens a round")
-        else:
-            lines.append(f"  {row['name']:24}   tokens DIFFER from plain decoding's")
-    return "\n".join(
-        [*lines, "  " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in made["parts_ms"].items())]
-    )
+def format_row(row: dict[str, Any]) -> str:
+    """The figures of one way for a person."""
+    if not row["identical"]:
+        return f"  {row['name']:24}   tokens DIFFER from plain decoding's"
+    speed = f"{row['tokens_per_s']:10.0f} tokens/s {row['speedup']:6.2f}x {row['steady_speedup']:6.2f}x"
+    step = f"{row['round_ms']:8.3f} ms a round = {row['plain_steps']:5.2f} plain steps"
+    return f"  {row['name']:24}{speed} {step}, {row['acceptance_length']:5.2f} tokens a round"

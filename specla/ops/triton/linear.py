@@ -22,7 +22,7 @@ from specla.ops.triton.counters import counters
 from specla.ops.triton.overlap import launch_options
 
 TILE = 64  # outputs of a program for up to 16 rows, twice as many beyond; splits are counted by it alone
-FEW = 16  # rows up to which a weight of seven bits is faster than one of bf16
+FEW = 32  # rows up to which a weight of seven bits is faster than one of bf16
 PROGRAMS = 264  # that fill a large device; a constant, since splits decide the order of a sum
 MAX_SPLIT = 8
 STEP = 64  # inputs: what a split is a multiple of
@@ -97,8 +97,8 @@ def _launch(
     warps, stages = BM // 16, 3 if BR == 32 else 4
     if wide:
         BK, stages = 64, 3
-    if scale is not None and BR == 16:
-        BM, BK, warps, stages = 32, 256, 4, 4
+    if scale is not None and BR <= FEW:
+        BM, BK, warps, stages = 32, 256, 4, 4 if BR == 16 else 3
     grid = (triton.cdiv(outputs, BM), triton.cdiv(rows, BR), split)
     gathers = split > 1 and not parts
     held = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
