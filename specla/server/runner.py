@@ -105,8 +105,8 @@ class AsyncEngine:
         return self._engine.stats()
 
     @property
-    def max_depth(self) -> int:
-        """Drafts that a round may accept at most."""
+    def max_draft(self) -> int:
+        """Drafts of a round at most."""
         return self._engine.config.max_draft
 
     async def submit(self, jobs: Items[Job]) -> Stream:
