@@ -1,7 +1,7 @@
 """Many clients at once, of all kinds, who leave when they like: `python -m tests.server.soak 60` for a minute.
 
-What must hold: no answer is an error of ours, those who stay get the text of the model alone, no slot is left taken, and
-memory does not grow.
+What must hold: no answer is an error of ours, those who stay get the text of the model alone, no slot is left taken,
+and memory does not grow.
 """
 
 from __future__ import annotations
@@ -130,10 +130,8 @@ async def _stream(
 ) -> None:
     path = "/v1/completions"
     if kind == "chat":
-        path, asked = (
-            "/v1/chat/completions",
-            {**asked, "messages": [{"role": "user", "content": asked.pop("prompt")}]},
-        )
+        path, text = "/v1/chat/completions", asked.pop("prompt")
+        asked["messages"] = [{"role": "user", "content": text}]
     more = {
         "stream": True,
         "stream_rounds": draw.random() < 0.5,
