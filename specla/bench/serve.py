@@ -73,7 +73,7 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
             outputs = llm.generate(prompts, params)
             middle = time.perf_counter()
             answers = _stream(url, [{**asked, "prompt": prompt} for prompt in prompts])
-            end = max(answer.arrivals[-1] for answer in answers)
+            end = max(answer.arrivals[-1] for answer in answers if answer.arrivals)
             for output, answer in zip(outputs, answers, strict=True):
                 failed += answer.error is not None
                 different += answer.error is None and answer.text != output.outputs[0].text
@@ -83,7 +83,7 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
                 streams += answers
     tokens = args.streams * args.max_tokens
     engine, server = tokens / median(alone), tokens / median(served)
-    first = [1000 * answer.arrivals[0] for answer in streams]
+    first = [1000 * answer.arrivals[0] for answer in streams if answer.arrivals]
     between = [1000 * (b - a) for s in streams for a, b in zip(s.arrivals, s.arrivals[1:], strict=False)]
     return {
         "benchmark": "serve",
@@ -188,16 +188,10 @@ def _stream(url: str, bodies: list[dict[str, Any]]) -> list[Streamed]:
 def _read(answer: Streamed) -> None:
     """The text of a stream's chunks, or what went wrong instead."""
     head, _, body = bytes(answer.data).partition(b"\r\n\r\n")
-    if not head.startswith(b"HTTP/1.1 200 "):
+    if head and not head.startswith(b"HTTP/1.1 200 "):
         answer.error = body.decode(errors="replace")[:300]
         return
-    parts = []
-    while body:
-        size, _, rest = body.partition(b"\r\n")
-        count = int(size, 16)
-        parts.append(rest[:count])
-        body = rest[count + 2 :] if count else b""
-    events = b"".join(parts).decode().split("\n\n")
+    events = _unchunked(body).decode(errors="replace").split("\n\n")
     if events[-2:] != ["data: [DONE]", ""]:
         answer.error = "the stream broke off"
         return
@@ -206,6 +200,17 @@ def _read(answer: Streamed) -> None:
     answer.error = broken
     if broken is None:
         answer.text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
+
+
+def _unchunked(body: bytes) -> bytes:
+    """The content of a body that was sent in chunks, as far as it came."""
+    parts = []
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        count = int(size, 16)
+        parts.append(rest[:count])
+        body = rest[count + 2 :] if count else b""
+    return b"".join(parts)
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -57,10 +57,11 @@ def create_app(
         if value is not None and value < 1:
             raise ValueError(f"{option} must be at least 1, got {value}")
     context = max_model_len or engine.config.max_position_embeddings
+    template = load_chat_template(engine.llm.model_path)
     jobs = JobMaker(
         engine.tokenizer,
         engine.config.vocab_size,
-        load_chat_template(engine.llm.model_path),
+        template,
         Limits(context, engine.max_draft, engine.capacity, max_tokens),
     )
     metrics = Metrics(engine, name, metrics_prefix)
@@ -166,6 +167,13 @@ def create_app(
         check_model(asked.model)
         jobs.check_tokens(asked.tokens, "tokens")
         return {"prompt": engine.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """What a client needs to tokenise by the routes above."""
+        ids = {"bos_token": engine.tokenizer.bos_token_id, "eos_token": engine.tokenizer.eos_token_id}
+        names = {key: None if id is None else engine.tokenizer.token_str(id) for key, id in ids.items()}
+        return {**names, "chat_template": None if template is None else template.source}
 
     @app.get("/health", responses={503: busy[503]})
     async def health() -> Response:

@@ -26,7 +26,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from None
-        self._special_tokens = special_tokens
+        self.source, self._special_tokens = source, special_tokens
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
         """ValueError for messages that the template does not take."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.serving import Serving
+from tests.server.serving import TEMPLATE, Serving
 
 
 @pytest.mark.parametrize("text", ["the cat sat", "naïve café für Zoë", "</s>a", "", "12 + 34 = 46\n "])
@@ -39,3 +39,9 @@ def test_what_is_no_token_is_refused(server: Serving, tokens: object):
     response = server.post("/detokenize", tokens=tokens)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tokens"
+
+
+def test_clients_learn_which_tokens_begin_and_end_a_text(server: Serving):
+    told = server.client.get("/tokenizer_info").json()
+    assert told == {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    assert server.post("/tokenize", prompt=told["eos_token"]).json()["tokens"] == [1]
