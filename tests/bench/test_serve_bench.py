@@ -46,15 +46,18 @@ def test_the_server_gives_what_the_engine_alone_gives(
     assert report["overhead"] == pytest.approx(overhead, abs=0.01)
 
 
+def chunked(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\n\r\n%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+
+
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
         (b'HTTP/1.1 503 Service Unavailable\r\n\r\n{"error": 1}', '{"error": 1}'),
-        (b"HTTP/1.1 200 OK\r\n\r\n10\r\ndata: [NOT DONE]\r\n0\r\n\r\n", "the stream broke off"),
-        (
-            b'HTTP/1.1 200 OK\r\n\r\n30\r\ndata: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n\r\n0\r\n\r\n',
-            "gone",
-        ),
+        (chunked(b'data: {"error": {"message": "gone"}}\n\ndata: [DONE]\n\n'), "gone"),
+        (chunked(b"data: {}\n\n"), "the stream broke off"),
+        (chunked(b"data: [DONE]\n\n")[:25], "the stream broke off"),
+        (b"", "the stream broke off"),
     ],
 )
 def test_what_is_no_whole_stream_is_a_failure(answer: bytes, error: str):
