@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
@@ -27,7 +29,11 @@ from specla.server.responses import Generated
 from specla.server.runner import AsyncEngine, Job
 
 MAX_BODY_BYTES = 4 << 20
+LONG = 1 << 15  # bytes of a body
 PAGE = Path(__file__).parent / "page.html"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def create_app(
@@ -119,7 +125,7 @@ def create_app(
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
         check_model(asked.model)
-        prompts, made = jobs.completion(asked)
+        prompts, made = await _away(request, jobs.completion, asked)
         answer = Completion(engine.tokenizer, prompts, asked.n or 1, **facts("cmpl", asked, request))
         answer.echo, answer.hidden = bool(asked.echo), asked.max_tokens == 0
         return generated(answer, asked, made)
@@ -128,7 +134,7 @@ def create_app(
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         """Answer in a chat."""
         check_model(asked.model)
-        prompt, made = jobs.chat(asked)
+        prompt, made = await _away(request, jobs.chat, asked)
         answer = Chat(engine.tokenizer, [prompt], asked.n or 1, **facts("chatcmpl", asked, request))
         return generated(answer, asked, made)
 
@@ -149,7 +155,7 @@ def create_app(
         }  # fmt: skip
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Tokens of a text, or of a chat as its template writes it."""
         check_model(asked.model)
         special = asked.add_special_tokens
@@ -157,7 +163,7 @@ def create_app(
             text, special = asked.prompt, special is None or special
         else:
             text = jobs.render(asked.messages or [], asked.add_generation_prompt)
-        ids = jobs.encode(text, bool(special))
+        ids = await _away(request, jobs.encode, text, bool(special))
         names = [engine.tokenizer.token_str(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
 
@@ -195,6 +201,14 @@ def create_app(
 
     _tell_errors(app)
     return app
+
+
+async def _away(request: Request, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do what a long body makes long in a thread, so that the streams of others go on."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) < LONG:
+        return work(*args, **kwargs)
+    return await asyncio.to_thread(work, *args, **kwargs)
 
 
 def _tell_errors(app: FastAPI) -> None:

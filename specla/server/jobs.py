@@ -13,7 +13,10 @@ from specla.server.runner import Job
 from specla.tokenizer import Tokenizer
 
 MAX_TOKENS = 16  # of a completion that does not say
-MOST_STOPS = 64
+MOST_STOPS, LONGEST_STOPS = (
+    64,
+    2000,
+)  # strings, and their characters together: each round looks for their beginnings
 
 
 @dataclass(frozen=True)
@@ -129,8 +132,10 @@ class JobMaker:
         self.check_tokens(request.stop_token_ids or [], "stop_token_ids")
         alternatives = request.num_logprobs
         echoes = isinstance(request, CompletionRequest) and request.echo
-        if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
-            raise ApiError(400, f"stop must be at most {MOST_STOPS} strings", param="stop")
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+        if len(stops) > MOST_STOPS or sum(map(len, stops)) > LONGEST_STOPS:
+            allowed = f"at most {MOST_STOPS} strings of {LONGEST_STOPS} characters together"
+            raise ApiError(400, f"stop must be {allowed}", param="stop")
         drafts, most = request.num_speculative_tokens, self.limits.max_draft
         if drafts is not None and drafts > most:
             name = "num_speculative_tokens"
@@ -146,7 +151,7 @@ class JobMaker:
                     repetition_penalty=request.repetition_penalty or 1.0,
                     max_tokens=max_tokens,
                     seed=None if request.seed is None else request.seed + number,
-                    stop=request.stop or None,
+                    stop=stops,
                     stop_token_ids=request.stop_token_ids or (),
                     ignore_eos=bool(request.ignore_eos),
                     logprobs=alternatives,

@@ -116,10 +116,9 @@ class AsyncEngine:
             ValueError: for what the engine refuses; nothing of the request runs then.
             QueueFullError, UnavailableError: as they say.
         """
-        self._reserve(len(jobs))
         stream = Stream(self, jobs)
+        self._enter(stream)
         try:
-            self._commands.put(lambda: self._add(stream))
             await stream._added
         except BaseException:
             stream.close()
@@ -138,11 +137,13 @@ class AsyncEngine:
 
     def close(self) -> None:
         """End the thread, and with it whatever still runs."""
-        self.draining = True
-        self._commands.put(None)
+        with self._lock:  # so that nobody is let in whom the thread would not see any more
+            self.draining = True
+            self._commands.put(None)
         self._thread.join()
 
-    def _reserve(self, count: int) -> None:
+    def _enter(self, stream: Stream) -> None:
+        count = len(stream.jobs)
         with self._lock:
             if self.failure is not None:
                 raise UnavailableError(f"the engine has died: {one_line(self.failure)}")
@@ -151,6 +152,7 @@ class AsyncEngine:
             if self.num_live + count > self.capacity:
                 raise QueueFullError(f"{self.num_live} sequences run and wait, {self.capacity} is the limit")
             self.num_live += count
+            self._commands.put(lambda: self._add(stream))
 
     def _give_back(self, count: int) -> None:
         with self._lock:
@@ -159,30 +161,32 @@ class AsyncEngine:
     # what follows runs in the engine's thread
 
     def _run(self) -> None:
-        engine = self._engine
-        while self._obey(wait=not engine.has_work):
+        engine, going = self._engine, True
+        while going:
             try:
-                changed = engine.step()
-                recover(engine)
-                self._deliver(changed)
+                going = self._obey()
+                if going and self._busy:
+                    changed = engine.step()
+                    recover(engine)
+                    self._deliver(changed)
             except BaseException as error:
                 self._fail(error)
-        for sequence, track in list(self._tracks.items()):
-            engine.release(sequence)
-            track.stream.post([Delta(track.index, "", [], "error", "the server is shutting down")])
-        self._tracks.clear()
+        self._end_all("the server is shutting down")
 
-    def _obey(self, wait: bool) -> bool:
-        """Run what was asked for, waiting for the first if there is nothing else to do; False at the end."""
+    @property
+    def _busy(self) -> bool:
+        return self.failure is None and self._engine.has_work
+
+    def _obey(self) -> bool:
+        """Run what was asked for, waiting for it if there is nothing else to do; False at the end."""
         while True:
             try:
-                command = self._commands.get(block=wait)
+                command = self._commands.get(block=not self._busy)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
-            wait = wait and not self._engine.has_work
 
     def _add(self, stream: Stream) -> None:
         added: list[Sequence] = []
@@ -198,7 +202,7 @@ class AsyncEngine:
         except (ValueError, RuntimeError) as error:
             for sequence in added:
                 self._release(sequence)
-            stream.answer(error)
+            stream.answer(error if isinstance(error, ValueError) else UnavailableError(one_line(error)))
         else:
             stream.sequences = added
             stream.answer(None)
@@ -222,12 +226,15 @@ class AsyncEngine:
             _call(loop, _put_all, batch)
 
     def _fail(self, error: BaseException) -> None:
-        """The engine can no longer be trusted: end all sequences."""
-        self.failure = error
-        message = f"the engine has died: {one_line(error)}"
+        """The engine can no longer be trusted."""
+        self.failure = self.failure or error
+        self._end_all(f"the engine has died: {one_line(error)}")
+
+    def _end_all(self, why: str) -> None:
         for sequence, track in list(self._tracks.items()):
-            self._release(sequence)
-            track.stream.post([Delta(track.index, "", [], "error", message)])
+            track.stream.post([Delta(track.index, "", [], "error", why)])
+            with suppress(RuntimeError):  # a device that has failed fails again
+                self._release(sequence)
 
 
 class Stream:

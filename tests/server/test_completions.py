@@ -156,9 +156,20 @@ def test_a_client_that_leaves_ends_its_sequences(server: Serving):
 
     asked = {"prompt": [TEXT] * 6, "max_tokens": 1900, "ignore_eos": True}
     with server.client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as response:
-        next(response.iter_bytes())
+        stream = response.iter_bytes()  # which closes the connection when it goes
+        assert next(stream).startswith(b"data: {")
         assert server.engine.num_live == 6
     server.idle()
     with pytest.raises(httpx.ReadTimeout):
         server.client.post("/v1/completions", json=asked, timeout=0.3)
     server.idle()
+
+
+def test_a_long_text_is_read_while_others_stream(server: Serving):
+    long = "the cat sat on the mat, " * 200
+    asked = {"max_tokens": 4, "temperature": 0}
+    padded = {"metadata": {"note": "x" * 40_000}}  # makes the body long, and nothing else
+    assert (
+        server.complete(prompt=long, **asked, **padded)["choices"]
+        == server.complete(prompt=long, **asked)["choices"]
+    )

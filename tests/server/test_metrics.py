@@ -71,7 +71,8 @@ def test_counts_add_up(fresh: Serving):
 def test_running_waiting_and_aborted_are_seen(fresh: Serving):
     asked = {"prompt": TEXT, "n": 6, "max_tokens": 1900, "ignore_eos": True, "stream": True}
     with fresh.client.stream("POST", "/v1/completions", json=asked) as response:
-        next(response.iter_bytes())
+        stream = response.iter_bytes()  # which closes the connection when it goes
+        next(stream)
         found = read(fresh)
         assert found["num_requests_running"] + found["num_requests_waiting"] == 6
         assert 1 <= found["num_requests_running"] <= 4

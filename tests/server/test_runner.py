@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,22 @@ def test_closing_ends_what_runs_with_an_error(model: Path):
         await asyncio.to_thread(engine.close)
         deltas = await collect(stream)
         assert sorted(d.index for d in deltas if d.finish_reason == "error" and d.error) == [0, 1, 2, 3, 4]
+
+    run(model, scenario)
+
+
+def test_whoever_submits_while_it_closes_gets_an_answer(model: Path):
+    job = Job([5], SamplingParams(max_tokens=10**6, ignore_eos=True))
+
+    async def one(engine: AsyncEngine) -> None:
+        with suppress(UnavailableError):
+            assert (await collect(await engine.submit([job])))[-1].finish_reason == "error"
+
+    async def scenario(engine: AsyncEngine) -> None:
+        closing = asyncio.create_task(asyncio.to_thread(engine.close))
+        for _ in range(50):
+            await asyncio.gather(one(engine), one(engine))
+        await closing
 
     run(model, scenario)
 
