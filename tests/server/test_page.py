@@ -284,6 +284,12 @@ def test_errors_are_told_and_the_page_goes_on(
     assert page.is_hidden("#error") and page.evaluate("$('output').textContent").endswith(TEXT)
 
 
+def test_a_server_that_has_gone_is_told(page: Any) -> None:
+    page.route("**/v1/completions", lambda route: route.abort())
+    run(page)
+    assert page.inner_text("#error") == "the server does not answer"
+
+
 def test_mistakes_in_the_form_are_told_before_anything_is_sent(page: Any, backend: Backend) -> None:
     for field, value in {
         "max_tokens": "0",
