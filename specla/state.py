@@ -27,6 +27,17 @@ def slot_indices(rows: Rows, device: torch.device) -> Tensor:
     return rows if isinstance(rows, Tensor) else torch.arange(rows.start, rows.stop, device=device)
 
 
+class Snapshot(NamedTuple):
+    """All that a slot has committed: tokens, and copies of what each store holds of them."""
+
+    length: int
+    parts: list[tuple[Tensor, ...]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self.parts for part in parts)
+
+
 @dataclass(frozen=True)
 class RecurrentSpec:
     """Shape of one gated delta layer's state."""
@@ -92,6 +103,12 @@ class RecurrentState:
         elif self.conv_state.shape[-1]:
             self.conv_state[:, rows] = shift(self.conv_state[:, rows], self.conv_inputs[:, rows], path, count)
 
+    def export(self, slot: int, length: int) -> tuple[Tensor, ...]:
+        return self.state[:, slot].clone(), self.conv_state[:, slot].clone()
+
+    def restore(self, slot: int, length: int, parts: tuple[Tensor, ...]) -> None:
+        self.state[:, slot], self.conv_state[:, slot] = parts
+
     def committed_bytes(self) -> int:
         return self.state[:, 0].nbytes + self.conv_state[:, 0].nbytes
 
@@ -143,6 +160,13 @@ class AttentionState:
     def commit(self, slot: int, length: int, path: Tensor) -> None:
         """Append the rows of the nodes in `path` at position `length`."""
         self.append(slot, length, self.nodes[:, slot, path])
+
+    def export(self, slot: int, length: int) -> tuple[Tensor, ...]:
+        return (self.cache[:, slot, :length].clone(),)
+
+    def restore(self, slot: int, length: int, parts: tuple[Tensor, ...]) -> None:
+        self.reserve(length)
+        self.cache[:, slot, : parts[0].shape[1]] = parts[0]
 
     def committed_bytes(self) -> int:
         return self.cache[:, 0].nbytes
@@ -254,6 +278,19 @@ class StatePool:
         for slot in slots:
             self.length[slot] += self.count[slot]
             self.count[slot] = 0
+
+    def export(self, slot: int) -> Snapshot:
+        """A copy of what a slot has committed; nothing may be pending there."""
+        assert self.count[slot] == 0, "flush the slot before a copy"
+        length = self.length[slot]
+        return Snapshot(length, [store.export(slot, length) for store in self._stores])
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Let a slot hold what was exported, from this or another slot."""
+        assert self.count[slot] == 0, "something is pending in the slot"
+        for store, parts in zip(self._stores, snapshot.parts, strict=True):
+            store.restore(slot, snapshot.length, parts)
+        self.length[slot] = snapshot.length
 
     def bytes_per_sequence(self) -> int:
         """Committed state of one slot, drafts excluded."""

@@ -150,6 +150,7 @@ def decode(
         assert references is not None
         for sequence, prompt, output in zip(sequences, prompts, references, strict=True):
             drafter.references[sequence.key] = [*prompt, *output]
+    engine.admit()
     engine.step()
     before = sum(len(sequence.output) for sequence in sequences)
     marks = [time.perf_counter()]

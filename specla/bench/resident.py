@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specla.bench.generate import UnrepeatableError
 from specla.drafters import NoDrafter, SyntheticDrafter
+from specla.drafters.base import Exported
 from specla.drafters.network import Eagle as Network, EagleConfig
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
@@ -82,6 +83,12 @@ class Shadowed:
 
     def read(self, slot: int, features: Tensor, following: list[int]) -> None:
         self.eagle.read(slot, features, following)
+
+    def export(self, slot: int) -> Exported | None:
+        return self.eagle.export(slot)
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        self.eagle.restore(slot, exported, following)
 
     def admit(self, slot: int, key: int, size: int) -> None:
         self.eagle.admit(slot, key, size)

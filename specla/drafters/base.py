@@ -37,11 +37,25 @@ class Proposal:
     """tokens: int64 `[B, N]`, node 0 the root, padding 0. tree: the topology of the same `[B, N]`.
 
     budgeted: whether the rows' limits had a say.
+    scores: float `[B, N]`, log-probability of each node's path in the drafter's eyes, NaN in rows without any; None
+        when no row has them.
     """
 
     tokens: Tensor
     tree: Tree
     budgeted: bool = True
+    scores: Tensor | None = None
+
+
+class Exported(NamedTuple):
+    """A drafter's memory of a prompt: tensors of its own, and the tokens that followed those not taken in yet."""
+
+    tensors: tuple[Tensor, ...]
+    following: list[int]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in self.tensors)
 
 
 class Drafter(Protocol):
@@ -49,7 +63,9 @@ class Drafter(Protocol):
 
     A drafter that looks at more than tokens names residual streams of the target in `layer_ids` (as in
     `specla.models.target.Tap`). For every token that the target reads, prompt included, `observe` then brings these
-    streams `[T, len(layer_ids) * hidden]` and the token that followed each, before the next `propose`.
+    streams `[T, len(layer_ids) * hidden]` and the token that followed each, before the next `propose`. What it then
+    remembers of a prompt, `export` copies, as tensors and plain values, for `restore` to give it to a sequence that
+    begins with the same tokens; whatever came after them, there `following` comes. None when there is nothing.
     """
 
     name: str
@@ -58,6 +74,10 @@ class Drafter(Protocol):
     def propose(self, rows: Sequence[DraftRow]) -> Proposal: ...
 
     def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None: ...
+
+    def export(self, key: int) -> Exported | None: ...
+
+    def restore(self, key: int, exported: Exported, following: int) -> None: ...
 
     def forget(self, key: int) -> None: ...
 
@@ -69,6 +89,12 @@ class TokenDrafter:
 
     def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None:
         raise AssertionError("a drafter without layer_ids is shown no features")
+
+    def export(self, key: int) -> Exported | None:
+        return None
+
+    def restore(self, key: int, exported: Exported, following: int) -> None:
+        raise AssertionError("a drafter without layer_ids remembers no prompts")
 
 
 class Draft(NamedTuple):

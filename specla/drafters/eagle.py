@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from specla.drafters.base import DraftRow, Proposal
+from specla.drafters.base import DraftRow, Exported, Proposal
 from specla.drafters.grow import Growth, grow
 from specla.drafters.memory import READ, beams_of, new_memory
 from specla.drafters.network import Eagle
@@ -77,15 +77,34 @@ class EagleDrafter:
     def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None:
         """Take the target's features `[T, F]` of tokens that it has read, and the token that followed each."""
         assert len(features) == len(following)
+        reader = self._reader(key)
+        reader.features.append(features)
+        reader.following.extend(following)
+        while len(reader.following) > READ:  # what the next tree starts from stays
+            self._read([reader], READ)
+
+    def export(self, key: int) -> Exported | None:
+        """What is read, and the features of what waits."""
+        reader = self._readers.get(key)
+        if reader is None:
+            return None
+        waiting = torch.cat(reader.features)
+        return Exported((waiting, *self.memory.export(reader.slot)), reader.following[:-1])
+
+    def restore(self, key: int, exported: Exported, following: int) -> None:
+        """The last token that waits is always there, so what followed it may differ."""
+        waiting, *tensors = exported.tensors
+        reader = self._reader(key)
+        reader.features, reader.following = [waiting], [*exported.following, following]
+        self.memory.restore(reader.slot, tensors)
+
+    def _reader(self, key: int) -> _Reader:
         reader = self._readers.get(key)
         if reader is None:
             assert self._free, "more sequences than max_num_seqs"
             reader = self._readers[key] = _Reader(self._free.pop())
             self.memory.clear(reader.slot)
-        reader.features.append(features)
-        reader.following.extend(following)
-        while len(reader.following) > READ:  # what the next tree starts from stays
-            self._read([reader], READ)
+        return reader
 
     def forget(self, key: int) -> None:
         """Free the slot of a sequence; unknown keys are fine."""
@@ -109,11 +128,13 @@ class EagleDrafter:
         grown = self._grow([rows[b] for b in places], [reader for _, reader in active])
         shape = (len(rows), grown.tokens.shape[1])
         tokens, parent = grown.tokens.new_zeros(shape), grown.parent.new_full(shape, -1)
+        scores = grown.scores.new_full(shape, torch.nan)
         num_nodes = grown.num_nodes.new_ones(len(rows))
         tokens[places] = self.network.token_ids[grown.tokens]
         parent[places], num_nodes[places] = grown.parent, grown.num_nodes
+        scores[places] = grown.scores
         tokens[:, 0] = roots
-        return Proposal(tokens, Tree(parent, num_nodes))
+        return Proposal(tokens, Tree(parent, num_nodes), scores=scores)
 
     def _grow(self, rows: list[DraftRow], readers: list[_Reader]) -> Growth:
         """Trees in the draft vocabulary."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from specla.drafters.base import Draft, Drafter, DraftRow, Proposal, pack
+from specla.drafters.base import Draft, Drafter, DraftRow, Exported, Proposal, pack
 from specla.drafters.ngram import NgramDrafter
 
 SHORTEST, LONGEST = 3, 5  # matches that are looked for, in tokens; two that agree say too little
@@ -66,11 +67,23 @@ class LookupFirst:
         )
         if not any(found):
             return proposal
-        drafts = [_row(proposal, b) if draft is None else draft for b, draft in enumerate(found)]
-        return pack(drafts)
+        packed = pack([_row(proposal, b) if draft is None else draft for b, draft in enumerate(found)])
+        if proposal.scores is None:
+            return packed
+        scores = proposal.scores.new_full(packed.tokens.shape, torch.nan)
+        rest = [b for b, draft in enumerate(found) if draft is None]
+        width = min(scores.shape[1], proposal.scores.shape[1])
+        scores[rest, :width] = proposal.scores[rest, :width]
+        return replace(packed, scores=scores)
 
     def observe(self, key: int, features: Tensor, following: Sequence[int]) -> None:
         self.other.observe(key, features, following)
+
+    def export(self, key: int) -> Exported | None:
+        return self.other.export(key)
+
+    def restore(self, key: int, exported: Exported, following: int) -> None:
+        self.other.restore(key, exported, following)
 
     def forget(self, key: int) -> None:
         """Drop a sequence; unknown keys are fine."""

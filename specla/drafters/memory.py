@@ -50,6 +50,12 @@ class Memory(Protocol):
     def beams(self, slots: list[int]) -> Beams:
         """The past of drafts that go on from the slots."""
 
+    def export(self, slot: int) -> tuple[Tensor, ...]:
+        """Copies of all that a slot holds."""
+
+    def restore(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Let a slot hold what was exported."""
+
 
 def new_memory(config: EagleConfig, num_slots: int, dtype: torch.dtype, device: torch.device) -> Memory:
     kind = DeltaMemory if config.mixer == "delta" else WindowMemory
@@ -82,6 +88,12 @@ class DeltaMemory:
     def beams(self, slots: list[int]) -> DeltaBeams:
         rows = torch.tensor(slots, device=self.state.device)
         return DeltaBeams(self.state[rows][:, None], self.window[rows][:, None])
+
+    def export(self, slot: int) -> tuple[Tensor, ...]:
+        return self.state[slot].clone(), self.window[slot].clone()
+
+    def restore(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        self.state[slot], self.window[slot] = tensors
 
 
 class _NotAsked:
@@ -186,6 +198,17 @@ class WindowMemory:
         keys, values = self.cache[:, torch.tensor(slots, device=lengths.device)]
         own = keys.new_zeros(2, len(slots), 1, 0, *keys.shape[2:])
         return WindowBeams(keys, values, self.held(lengths), lengths, own)
+
+    def export(self, slot: int) -> tuple[Tensor, ...]:
+        length = self.length[slot]
+        return self.cache[:, slot, :length].clone(), torch.tensor(length)
+
+    def restore(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        rows, length = tensors
+        self.length[slot] = int(length)
+        if self.window is None:
+            self._reserve(self.length[slot])
+        self.cache[:, slot, : rows.shape[1]] = rows
 
     def held(self, lengths: Tensor) -> Tensor:
         """The position in each row of the ring when `lengths` `[B]` were written: `[B, capacity]`, below 0 for none."""

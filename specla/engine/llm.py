@@ -14,8 +14,8 @@ from specla.engine.choice import make_engine
 from specla.engine.drafting import choose_drafter, load_network, make_drafter
 from specla.engine.outputs import RequestOutput
 from specla.engine.params import SamplingParams, SpeculativeConfig, check_integer, check_sampling
-from specla.engine.sequence import Sequence
-from specla.engine.session import Session, advance
+from specla.engine.sequence import RoundError, Sequence
+from specla.engine.session import Session, advance, recover
 from specla.engine.text import Prompt, TextStream, encode_prompt, make_output, with_end_tokens
 from specla.models.loader import load_target, resolve_dtype
 from specla.tokenizer import Tokenizer, load_tokenizer
@@ -34,6 +34,7 @@ class LLM:
         device: "auto", "cpu", "cuda" or "cuda:N"; dtype: "auto", "float32", "bfloat16", "float16" or "float64".
         max_num_seqs: sequences that run together.
         seed: requests without a seed of their own get one derived from it.
+        max_num_batched_tokens, prefix_cache_bytes: as `Engine` has them.
 
     Raises:
         ValueError: in one line, for anything that does not fit.
@@ -48,6 +49,8 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         max_num_seqs: int = 8,
         seed: int = 0,
+        max_num_batched_tokens: int | None = None,
+        prefix_cache_bytes: int = 0,
     ):
         check_integer("max_num_seqs", max_num_seqs, 1, 4096)
         check_integer("seed", seed, -(2**40), 2**40)
@@ -73,7 +76,15 @@ class LLM:
                                  f"has {vocab_size} tokens")  # fmt: skip
         network = load_network(chosen, self.target)
         self.drafter = make_drafter(network, self.config, vocab_size, seed, max_num_seqs)
-        self._engine = make_engine(self.target, self.drafter, self.config, max_num_seqs, seed)
+        self._engine = make_engine(
+            self.target,
+            self.drafter,
+            self.config,
+            max_num_seqs,
+            seed,
+            max_num_batched_tokens,
+            prefix_cache_bytes,
+        )
 
     def generate(
         self, prompts: Prompt | list[str] | list[list[int]], sampling_params: SamplingParams | None = None
@@ -83,6 +94,7 @@ class LLM:
         Raises:
             ValueError: for an empty prompt or token ids outside the vocabulary, before anything runs.
             FloatingPointError: when the target's logits are not finite.
+            RuntimeError: once the engine has failed in another way.
         """
         params = check_sampling(sampling_params)
         requests = [encode_prompt(self.tokenizer, prompt) for prompt in _as_list(prompts)]
@@ -93,6 +105,9 @@ class LLM:
                 runs.append((text, *self._start(ids, params, reference)))
             while not all(sequence.finish_reason for _, sequence, _ in runs):
                 advance(self._engine)
+                for _, sequence, _ in runs:
+                    if sequence.failure is not None:
+                        raise sequence.failure
         finally:
             for _, sequence, _ in runs:
                 self._engine.release(sequence)
@@ -124,7 +139,10 @@ class LLM:
         other = copy.copy(self)
         other.drafter = drafter
         engine = self._engine
-        other._engine = make_engine(self.target, drafter, self.config, len(engine.pool.length), engine.seed)
+        other._engine = make_engine(
+            self.target, drafter, self.config, len(engine.pool.length), engine.seed, engine.max_num_batched_tokens,
+            0 if engine.prefixes is None else engine.prefixes.limit,
+        )  # fmt: skip
         return other
 
     def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
@@ -137,10 +155,12 @@ class LLM:
                 if len(sequence.tokens) > told:  # it may still wait for a slot
                     told = len(sequence.tokens)
                     yield make_output(text, sequence, stream)
-            if sequence.finish_reason == "error":
+            if isinstance(sequence.failure, RoundError):
                 raise RuntimeError(
                     "this stream was ended by an error in a round that another request had started"
-                )
+                ) from sequence.failure
+            if sequence.failure is not None:
+                raise sequence.failure
             if len(sequence.tokens) > told:  # it ended while another stream had its turn
                 yield make_output(text, sequence, stream)
         finally:
@@ -149,6 +169,7 @@ class LLM:
     def _start(
         self, ids: list[int], params: SamplingParams, reference: list[int] | None
     ) -> tuple[Sequence, TextStream]:
+        recover(self._engine)
         stream = TextStream(self.tokenizer, params.stop_strings)
         sequence = self._engine.add(ids, with_end_tokens(params, self.tokenizer), should_stop=stream.push)
         if reference is not None:

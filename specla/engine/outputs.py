@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from specla.engine.sequence import SequenceMetrics
+from specla.engine.sequence import SequenceMetrics, TokenLogprobs
 
 
 @dataclass
@@ -20,6 +20,7 @@ class CompletionOutput:
     finish_reason: str | None
     from_draft: list[bool] = field(default_factory=list)  # for each token: was it an accepted draft?
     pieces: list[str] = field(default_factory=list)  # for each token: the text that it completed
+    logprobs: list[TokenLogprobs] | None = None  # for each token, when asked for
 
 
 @dataclass
@@ -30,6 +31,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     metrics: SequenceMetrics
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # for each token of the prompt, when asked for
 
     @property
     def finished(self) -> bool:

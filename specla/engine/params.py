@@ -9,6 +9,7 @@ from typing import Any
 from specla.modes import MODES
 
 LEAST = 1e-6  # of what must not be 0, in float32 either
+MOST_LOGPROBS = 20  # alternatives of a token that a request may ask for
 DRAFTERS = ("ngram", "none", "synthetic")  # by name; `drafting` makes them, and trained ones from directories
 
 
@@ -26,6 +27,10 @@ class SamplingParams:
         seed: of this request; None takes one from the engine's own seed.
         stop: strings that end the text, which then excludes them; stop_token_ids: tokens that end it.
         ignore_eos: go on after the end-of-sequence token.
+        logprobs: for each new token its log-probability, and those of this many of the likeliest tokens (0 to 20), in
+            the target's own distribution: temperature 1, no penalty, nothing cut. prompt_logprobs: the same for the
+            prompt. None leaves them out.
+        num_speculative_tokens: drafts a round at most; None leaves it to the engine, 0 is plain decoding.
 
     Raises:
         ValueError: for a value outside its range.
@@ -41,6 +46,9 @@ class SamplingParams:
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_number("temperature", self.temperature, 0.0, 100.0)
@@ -61,6 +69,11 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
         for token in self.stop_token_ids:
             check_integer("stop_token_ids", token, 0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MOST_LOGPROBS, note=" or None")
+        if self.num_speculative_tokens is not None:
+            check_integer("num_speculative_tokens", self.num_speculative_tokens, 0, 255, note=" or None")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

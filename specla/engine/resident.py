@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from specla.drafters import Drafter, NoDrafter
+from specla.drafters.base import Exported
 from specla.engine.budget import Budget
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
-from specla.engine.sequence import Sequence
+from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, Sequence
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
 from specla.ops.triton import MAX_NODES
@@ -57,11 +57,15 @@ class ResidentEngine(Engine):
         config: SpeculativeConfig,
         max_num_seqs: int = 8,
         seed: int = 0,
+        max_num_batched_tokens: int | None = None,
+        prefix_cache_bytes: int = 0,
     ):
         """Raises ValueError when the states do not fit the device."""
         assert isinstance(target, GatedDeltaNet)
         check_memory(target, config.max_draft + 1, max_num_seqs, target.norm.weight.device)
-        super().__init__(target, drafter, config, max_num_seqs, seed)
+        super().__init__(
+            target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
+        )
         proposer = twin_of(drafter, max_num_seqs, self.pool.max_nodes, HISTORY, self.pool.device)
         self.rounds = Rounds(target, self.pool, proposer, config.verify)
         if isinstance(drafter, NoDrafter):
@@ -95,53 +99,65 @@ class ResidentEngine(Engine):
         """As that of `Engine`, by the oldest round in flight: when it returns, a later one may be running already."""
         if time.perf_counter() - self._left_at > PAUSE:
             self._disturb()
-        self.admit()
+        changed = self._read_prompts(self.max_num_batched_tokens)
         try:
             while self.running or self._flights:
                 in_step = any(sequence.keep_slot for sequence in self.running)
                 while self._wanted() and len(self._flights) < (1 if in_step else 2):
                     self._launch()
-                grown = self._land()
-                if grown:
+                landed = self._land()
+                if landed:
                     self._left_at = time.perf_counter()
-                    return grown
-        except FloatingPointError:
+                    return changed + landed
+        except BaseException as error:
+            self._flights.clear()
+            self._fail(error, list(self.running))  # nobody knows where they stand
             raise
-        except BaseException:
-            self._abandon()
-            raise
-        return []
+        return changed
 
     def release(self, sequence: Sequence) -> None:
-        if sequence.slot is not None:
-            self.rounds.stop(sequence.slot)
-        super().release(sequence)
+        try:
+            if sequence.slot is not None:
+                self.rounds.stop(sequence.slot)
+        finally:  # of a device that has failed too
+            super().release(sequence)
+
+    def _read(self, sequence: Sequence, budget: int) -> int:
+        self._disturb()
+        return super()._read(sequence, budget)
+
+    def _clear(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.rounds.proposer.clear(sequence.slot)
 
     def _start(self, sequence: Sequence) -> None:
+        super()._start(sequence)
         assert sequence.slot is not None
         self._disturb()
         rounds, params, vocab = self.rounds, sequence.params, self.target.config.vocab_size
-        rounds.proposer.clear(sequence.slot)
-        super()._start(sequence)
-        try:
-            rounds.slots.admit(
-                sequence.slot, sequence.tokens, remaining=min(params.max_tokens, MOST), temperature=params.temperature,
-                seed=sequence.seed, stop_ids=sorted(i for i in sequence.stop_ids if i < vocab)[:STOPS],
-            )  # fmt: skip
-            rounds.narrow.admit(
-                sequence.slot, sequence.tokens, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
-                repetition_penalty=params.repetition_penalty,
-            )  # fmt: skip
-            rounds.proposer.admit(sequence.slot, sequence.key, rounds.size)
-            rounds.rows[sequence.slot] = sequence.slot
-        except BaseException:
-            sequence.finish_reason = "error"
-            self.release(sequence)
-            raise
+        rounds.slots.admit(
+            sequence.slot, sequence.tokens, remaining=min(params.max_tokens, MOST), temperature=params.temperature,
+            seed=sequence.seed, stop_ids=sorted(i for i in sequence.stop_ids if i < vocab)[:STOPS],
+        )  # fmt: skip
+        rounds.narrow.admit(
+            sequence.slot, sequence.tokens, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+        )  # fmt: skip
+        rounds.proposer.admit(sequence.slot, sequence.key, rounds.size)
+        rounds.rows[sequence.slot] = sequence.slot
 
     def _show(self, sequence: Sequence, features: Tensor, following: list[int]) -> None:
         assert sequence.slot is not None
         self.rounds.proposer.read(sequence.slot, features, following)
+
+    def _remember(self, sequence: Sequence) -> Exported | None:
+        assert sequence.slot is not None
+        return self.rounds.proposer.export(sequence.slot)
+
+    def _recall(self, sequence: Sequence, memory: Exported) -> None:
+        assert sequence.slot is not None
+        following = sequence.tokens[sequence.num_prefilled]
+        self.rounds.proposer.restore(sequence.slot, memory, following)
 
     def _wanted(self) -> bool:
         """Whether a further round can bring anything: every round in flight takes a token at least."""
@@ -164,45 +180,31 @@ class ResidentEngine(Engine):
         self._flights = deque(launched._replace(timed=False) for launched in self._flights)
 
     def _land(self) -> list[Sequence]:
-        """Take in the oldest round in flight."""
+        """Take in the oldest round in flight; the sequences that grew or ended in it."""
         launched = self._flights.popleft()
         outcome = launched.flight.wait()
         now = time.perf_counter()
-        grown: list[Sequence] = []
-        lost: list[Sequence] = []
-        tokens = 0
+        landed: list[Sequence] = []
+        tokens = grown = 0
         for slot, sequence in launched.sequences.items():
             if sequence.finish_reason:  # in the round before
                 continue
             row = outcome.tokens[slot].tolist()
             taken, accepted, drafted, reason = outcome.counts[slot].tolist()
+            landed.append(sequence)
             if reason == NOT_FINITE:
-                sequence.finish_reason = "error"
-                lost.append(sequence)
+                sequence.fail(FloatingPointError(NOT_FINITE_LOGITS))
                 continue
             kept = sequence.extend(row[:accepted], row[accepted] if taken > accepted else -1, drafted)
             if sequence.finish_reason is not None and sequence.keep_slot:
                 self._settle(slot, kept)
             tokens += kept
-            grown.append(sequence)
+            grown += 1
         if grown and launched.timed:
-            self.budget.observe(launched.budget, tokens / len(grown), now - self._landed_at)
+            self.budget.observe(launched.budget, tokens / grown, now - self._landed_at)
         self._landed_at = now
-        self._let_go(grown)
-        for sequence in lost:
-            self.release(sequence)
-        if lost:
-            raise FloatingPointError("the target's logits are not finite")
-        return grown
-
-    def _abandon(self) -> None:
-        """After a failure nobody knows where the sequences stand."""
-        self._flights.clear()
-        lost, self.running = self.running, []
-        for sequence in lost:
-            sequence.finish_reason = "error"
-            with suppress(RuntimeError):  # a device that has failed fails again
-                self.release(sequence)
+        self._let_go(landed)
+        return landed
 
     def _settle(self, slot: int, kept: int) -> None:
         """Commit what a sequence that keeps its slot has taken of its last round, and leave it out of the next ones."""

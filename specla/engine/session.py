@@ -54,6 +54,7 @@ class Session:
         stream = TextStream(self._tokenizer, params.stop_strings)
         text, ids = self._encode(prompt)
         try:
+            recover(self._engine)
             if self._sequence is None:
                 self._sequence = self._engine.add(ids, params, stream.push, keep_slot=True)
             else:
@@ -61,6 +62,8 @@ class Session:
                 self._sequence.metrics = SequenceMetrics()
             while not self._sequence.finish_reason:
                 advance(self._engine)
+            if self._sequence.failure is not None:
+                raise self._sequence.failure
         except BaseException:
             sequence = self._sequence
             if sequence is not None and (sequence.slot is None or sequence.finish_reason is None):
@@ -89,8 +92,14 @@ class Session:
 
 
 def advance(engine: Engine) -> None:
-    """One round; ValueError when those who wait can get no slot, because sessions that are idle hold all of them."""
-    if not engine.step():
+    """One step; ValueError when those who wait can get no slot, because sessions that are idle hold all of them."""
+    if not engine.step() and engine.waiting and not (engine.reading or engine.running):
         raise ValueError(
             f"no slot is free: open sessions hold all {len(engine.pool.length)}; close one or raise max_num_seqs"
         )
+
+
+def recover(engine: Engine) -> None:
+    """Let an engine go on that has seen logits which are not finite: whoever made them has been told, and is gone."""
+    if isinstance(engine.failure, FloatingPointError):
+        engine.failure = None

@@ -89,9 +89,12 @@ def make_output(prompt: str | None, sequence: Sequence, stream: TextStream) -> R
     if sequence.finish_reason:
         stream.finish()
     text = stream.text if sequence.finish_reason else stream.visible
+    params = sequence.params
     completion = CompletionOutput(
-        text, sequence.output, sequence.finish_reason, list(sequence.from_draft), list(stream.pieces)
-    )
+        text, sequence.output, sequence.finish_reason, list(sequence.from_draft), list(stream.pieces),
+        None if params.logprobs is None else list(sequence.logprobs),
+    )  # fmt: skip
     return RequestOutput(
-        prompt, sequence.tokens[: sequence.prompt_length], [completion], copy.deepcopy(sequence.metrics)
-    )
+        prompt, sequence.tokens[: sequence.prompt_length], [completion], copy.deepcopy(sequence.metrics),
+        None if params.prompt_logprobs is None else list(sequence.prompt_logprobs),
+    )  # fmt: skip

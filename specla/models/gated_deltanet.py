@@ -87,6 +87,11 @@ class GatedDeltaNet(nn.Module):
             past.close()
 
     @torch.inference_mode()
+    def head(self, stream: Tensor) -> Tensor:
+        """Logits of residual streams `[.., hidden]` that have left the last layer, as a `tap` sees them."""
+        return self.logits(self.norm(stream))
+
+    @torch.inference_mode()
     def verify(
         self,
         tokens: Tensor,

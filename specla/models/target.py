@@ -35,6 +35,9 @@ class Target(Protocol):
     def prefill(self, token_ids: Tensor, slot: int, pool: StatePool, tap: Tap | None = None) -> None:
         """Read tokens `[T]` into a slot's committed state, stretch by stretch."""
 
+    def head(self, stream: Tensor) -> Tensor:
+        """Logits `[T, vocab]` of residual streams `[T, hidden]` that have left the last layer."""
+
     def verify(
         self,
         tokens: Tensor,

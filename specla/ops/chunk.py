@@ -139,7 +139,8 @@ def chunk_text(
     k = l2norm(k.to(work)) if use_l2norm else k.to(work)
     if heads != k.shape[2]:
         k = k.repeat_interleave(heads // k.shape[2], 2)
-    size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
+    # a text that goes on keeps its chunks whole: its bits must not depend on where it was cut
+    size = chunk_size if initial_state is not None else min(chunk_size, 1 << max(length - 1, 0).bit_length())
     k, values, beta = (_split(x, size) for x in (k, v.to(work), beta.to(work)[..., None]))
     total = None if g is None else _split(g.to(work)[..., None], size).cumsum(-2)
     between, rise = _decays(total, size, v.device)

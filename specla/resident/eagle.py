@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from specla.drafters.base import Exported
 from specla.drafters.network import Eagle as Network
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
@@ -24,7 +25,7 @@ from specla.resident.grow import MAX_STEPS, begin, expand, finish as finish_tree
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
-from specla.state import RecurrentSpec, StatePool
+from specla.state import RecurrentSpec, Snapshot, StatePool
 from specla.tree import Tree
 
 
@@ -101,6 +102,18 @@ class Eagle:
             past = Prefill(self.pool, slot, len(following) - 1, self.network.fc.weight.dtype)
             ids = torch.tensor(following[:-1], device=features.device)
             self.network(ids[None], self.network.fuse(features[None, :-1]), past)
+
+    def export(self, slot: int) -> Exported | None:
+        """What was read, and the features of the pair that waits."""
+        if slot not in self._held:
+            return None
+        return Exported((self._held[slot][0].clone(), *self.pool.export(slot).parts[0]), [])
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        """The pair that waits gets another second half."""
+        waiting, *parts = exported.tensors
+        self.pool.restore(slot, Snapshot(0, [tuple(parts)]))
+        self._held[slot] = waiting, following
 
     def admit(self, slot: int, key: int, size: int) -> None:
         """What waits of the prompt's end becomes the backlog of the first round."""

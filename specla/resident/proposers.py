@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
+from specla.drafters.base import Exported
 from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
 from specla.resident.drafts import Drafts
@@ -32,6 +33,12 @@ class Proposer(Protocol):
 
     def read(self, slot: int, features: Tensor, following: list[int]) -> None:
         """The target has read a stretch of its prompt: features `[T, F]` and the token after each."""
+
+    def export(self, slot: int) -> Exported | None:
+        """Copies of what it remembers of a prompt that is being read, as a `Drafter` does."""
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        """Let a slot hold what was exported."""
 
     def admit(self, slot: int, key: int, size: int) -> None:
         """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
@@ -59,6 +66,12 @@ class TokenProposer:
 
     def read(self, slot: int, features: Tensor, following: list[int]) -> None:
         raise AssertionError("a proposer without layer_ids is shown no features")
+
+    def export(self, slot: int) -> Exported | None:
+        return None
+
+    def restore(self, slot: int, exported: Exported, following: int) -> None:
+        raise AssertionError("a proposer without layer_ids remembers no prompts")
 
     def admit(self, slot: int, key: int, size: int) -> None:
         pass

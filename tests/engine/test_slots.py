@@ -123,17 +123,35 @@ def test_a_round_that_fails_between_verify_and_accept_frees_all_slots(variant: s
     assert [s.output for s in (*again, *queued)] == want
 
 
-def test_a_broken_drafter_frees_all_slots() -> None:
-    target = make_target("plain")
-    made = engine(target, BrokenDrafter(6, 4, 2))
-    for n in range(2):
-        made.add(prompt(6, n), PARAMS)
+def test_a_broken_drafter_ends_everything_with_an_error() -> None:
+    """Those who wait too: nobody would ever come to run them."""
+    made = engine(make_target("plain"), BrokenDrafter(6, 4, 2))
+    sequences = [made.add(prompt(6 + 200 * (n == 2), n), PARAMS) for n in range(4)]
+    assert made.failure is None
     with pytest.raises(RuntimeError, match="the drafter broke"):
         finish(made)
-    assert made.pool.num_free == 2 and not made.has_work
-    sequence = made.add(prompt(6), PARAMS)
+    assert str(made.failure) == "the drafter broke"
+    assert made.pool.num_free == 2 and not made.has_work and made.step() == []
+    for sequence in sequences:
+        assert sequence.finish_reason == "error" and sequence.error == "a round failed: the drafter broke"
+    with pytest.raises(RuntimeError, match="failed and takes no more requests: the drafter broke"):
+        made.add(prompt(6), PARAMS)
+
+
+def test_a_call_back_that_fails_ends_its_own_sequence_alone() -> None:
+    target = make_target("plain")
+    want = run(target, None, [prompt(6)], PARAMS, drafts=0).outputs[0]
+
+    def broken(token: int) -> bool:
+        raise KeyError("no such character")
+
+    made = engine(target)
+    other, victim = made.add(prompt(6), PARAMS), made.add(prompt(7), PARAMS, broken, keep_slot=True)
+    assert victim in made.step()
+    assert (victim.finish_reason, victim.error, victim.slot) == ("error", "'no such character'", None)
+    assert isinstance(victim.failure, KeyError) and made.failure is None
     finish(made)
-    assert sequence.output == run(target, None, [prompt(6)], PARAMS, drafts=0).outputs[0]
+    assert other.output == want and made.pool.num_free == 2
 
 
 def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,9 +168,9 @@ def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         patch.setattr(type(target), "prefill", prefill)
-        with pytest.raises(MemoryError):
-            made.step()
-    assert made.pool.num_free == 1 and lost.slot is None and lost.finish_reason == "error"
+        assert made.step() == [lost, running]
+    assert made.pool.num_free == 1 and lost.slot is None
+    assert (lost.finish_reason, lost.error) == ("error", "MemoryError") and made.failure is None
     finish(made)
     assert running.output == want and made.pool.num_free == 2
 
@@ -160,31 +178,37 @@ def test_a_prefill_that_fails_gives_its_slot_back(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "params", [PARAMS, SamplingParams(temperature=1.0, seed=1)], ids=["greedy", "sampled"]
 )
-def test_logits_that_are_not_finite_raise_and_free_all_slots(params: SamplingParams) -> None:
+def test_logits_that_are_not_finite_end_all_that_have_them(params: SamplingParams) -> None:
     """One poisoned weight; the tokens drawn from NaN would be endless zeros."""
     target = build_target(make_config("plain"))
     target.layers[1].mlp.down_proj.weight[3, 5] = torch.nan
     made = engine(target)
     sequences = [made.add(prompt(5, n), params) for n in range(3)]
-    with pytest.raises(FloatingPointError, match="not finite in row 0"):
-        made.step()
-    assert made.pool.num_free == 2
-    assert [s.finish_reason for s in sequences] == ["error", "error", None]
-    assert all(s.output == [] for s in sequences)
+    finish(made)
+    assert made.pool.num_free == 2 and isinstance(made.failure, FloatingPointError)
+    for sequence in sequences:
+        assert (sequence.finish_reason, sequence.output) == ("error", [])
+        assert sequence.error == "the target's logits are not finite"
+    with pytest.raises(RuntimeError, match="not finite"):
+        made.add(prompt(5), params)
 
 
-def test_one_row_with_bad_logits_is_named() -> None:
+def test_logits_that_are_not_finite_end_their_own_row_alone() -> None:
+    target = make_target("plain")
+    want = [run(target, None, [prompt(5, n)], PARAMS, drafts=0).outputs[0] for n in (0, 2)]
+
     def between(call: int, logits: Tensor) -> Tensor:
         logits = logits.clone()
-        logits[1, 0] = -torch.inf
+        if call == 2:
+            logits[1, 0] = -torch.inf
         return logits
 
-    made = engine(Interrupting(make_target("plain"), between))
-    for n in range(2):
-        made.add(prompt(5, n), PARAMS)
-    with pytest.raises(FloatingPointError, match="row 1"):
-        made.step()
-    assert made.pool.num_free == 2
+    made = engine(Interrupting(target, between))
+    sequences = [made.add(prompt(5, n), PARAMS) for n in range(3)]
+    finish(made)
+    assert [s.finish_reason for s in sequences] == ["length", "error", "length"]
+    assert [sequences[0].output, sequences[2].output] == want
+    assert made.pool.num_free == 2 and made.failure is sequences[1].failure
 
 
 def test_padding_nodes_may_hold_anything() -> None:

@@ -1,0 +1,41 @@
+"""Where the reading of a prompt may pause, so that its pauses change no bit of the state that it leaves."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from specla.state import AttentionState, StatePool
+
+BLOCK = 64  # tokens that the delta rule takes together
+GRID, GRID_GPU = 128, 512  # tokens between pauses of a target with attention
+STEP, STEP_GPU = 256, 2048  # prompt tokens of a step, unless told otherwise
+
+
+class Pauses(NamedTuple):
+    """The places of a prompt at which reading may pause, and of a target with attention must: every `unit` tokens.
+
+    Recurrent layers compute block by block, so it does not matter how many blocks are read together. Attention sums in
+    an order that depends on how many tokens are read together, so there it is always the same number.
+    """
+
+    unit: int
+    must: bool
+
+    @classmethod
+    def of(cls, pool: StatePool) -> Pauses:
+        if any(isinstance(layer, AttentionState) for layer in pool.layers):
+            return cls(GRID if pool.device.type == "cpu" else GRID_GPU, True)
+        return cls(BLOCK, False)
+
+    def stretch(self, done: int, end: int, most: int) -> int:
+        """Tokens to read now, at most `most`, of those from `done` to `end`; 0 when none can be."""
+        if end - done <= most and (not self.must or end // self.unit == done // self.unit):
+            return end - done
+        whole = (done // self.unit + 1) if self.must else (done + most) // self.unit
+        pause = whole * self.unit
+        return pause - done if done < pause <= min(end, done + most) else 0
+
+
+def default_step(pool: StatePool) -> int:
+    """Prompt tokens of a step: few enough on a CPU that those who run hardly notice."""
+    return STEP if pool.device.type == "cpu" else STEP_GPU
