@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from itertools import repeat
@@ -13,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from specla import LLM, SamplingParams
 from tests.server.backend import DONE, PAGE, Answer, Backend, chunk, error, serving
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
@@ -333,6 +336,50 @@ def test_it_reads_well_at_any_width_by_day_and_night(page: Any, width: int, sche
     contrasts = page.evaluate((Path(__file__).parent / "contrast.js").read_text())
     assert len(contrasts) > 25
     assert {text: value for text, value in contrasts if value < 4.5} == {}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The bundled pair behind the server itself."""
+    uvicorn = pytest.importorskip("uvicorn", reason="needs the extra: pip install 'specla[server]'")
+    from specla.server.app import create_app
+    from specla.server.runner import AsyncEngine
+
+    engine = AsyncEngine(LLM(max_num_seqs=2))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(create_app(engine), log_level="warning"))
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+        server.should_exit = True
+        thread.join()
+    engine.close()
+
+
+def test_it_shows_what_the_server_says(browser: Any, server: str) -> None:
+    """The text of the engine alone, with the trees that it came from."""
+    page = browser.new_page()
+    page.goto(server)
+    for field, value in {
+        "prompt": "The old captain",
+        "max_tokens": "40",
+        "seed": "3",
+        "drafts_at_most": "8",
+    }.items():
+        page.fill(f"#{field}", value)
+    run(page)
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+    text = LLM().generate("The old captain", params)[0].outputs[0].text
+    assert page.evaluate("$('output').textContent") == "The old captain" + text
+    assert page.is_hidden("#error") and "identical" in page.inner_text("#verdict")
+    assert page.inner_text("#tokens") == "40"
+    told = page.evaluate("rounds.map((r) => [r.total, r.tree.tokens.length, r.tree.path.length])")
+    assert sum(total for total, _, _ in told) == 40
+    assert all(1 <= path <= size <= 9 for _, size, path in told) and max(size for _, size, _ in told) > 1
+    page.fill("#drafts_at_most", "99")
+    run(page)
+    assert "num_speculative_tokens" in page.inner_text("#error")
+    page.close()
 
 
 def test_the_page_stands_alone() -> None:
