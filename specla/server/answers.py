@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specla.engine.sequence import TokenLogprobs
 from specla.server.jobs import Prompt
 from specla.server.runner import Delta, Round
 from specla.tokenizer import Tokenizer
@@ -24,6 +25,8 @@ class Choice:
     num_tokens: int = 0
     num_cached: int = 0
     begun: bool = False
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    offset: int = 0  # characters of the tokens whose logprobs were told
 
 
 class Answer:
@@ -59,21 +62,34 @@ class Answer:
     def take(self, delta: Delta) -> None:
         """Remember a delta for `whole`."""
         choice = self.choices[delta.index]
+        first, delta = self._begin(choice, delta)
+        if first is not None:
+            choice.text.append(first[0])
+            choice.logprobs += [] if first[1] is None else [first[1]]
         choice.text.append(delta.text)
-        self._count(choice, delta)
+        if delta.logprobs:
+            choice.logprobs.append(self._logprobs(choice, delta.logprobs))
 
     def whole(self) -> dict[str, Any]:
         """The answer that is not streamed."""
-        choices = [self._choice(index, choice) for index, choice in enumerate(self.choices)]
+        choices = []
+        for index, choice in enumerate(self.choices):
+            logprobs = self._join(choice.logprobs) if choice.logprobs else None
+            end = {"logprobs": logprobs, "finish_reason": choice.finish_reason}
+            choices.append({"index": index, **self._whole("".join(choice.text)), **end})
         return {**self._facts, "choices": choices, "usage": self.usage}
 
     def chunk(self, delta: Delta) -> str:
         """The events of a stream for a delta; nothing for one that brings nothing to tell."""
         choice = self.choices[delta.index]
-        self._count(choice, delta)
-        events = self._first_event(choice, delta.index)
+        first, delta = self._begin(choice, delta)
+        events = ""
+        if first is not None:
+            events = self._event(delta.index, self._part(True, first[0]), first[1])
         if delta.text or delta.finish_reason or delta.logprobs or delta.round is not None:
-            events += self._event(self._chunk_choice(choice, delta), delta.round)
+            logprobs = self._logprobs(choice, delta.logprobs) if delta.logprobs else None
+            part = self._part(False, delta.text)
+            events += self._event(delta.index, part, logprobs, delta.finish_reason, delta.round)
         return events
 
     def last_event(self) -> str:
@@ -92,14 +108,32 @@ class Answer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _count(self, choice: Choice, delta: Delta) -> None:
+    def _begin(self, choice: Choice, delta: Delta) -> tuple[tuple[str, dict[str, Any] | None] | None, Delta]:
+        """What goes before a choice's first delta, and what of the delta may be seen."""
+        first = None if choice.begun else self._first(choice, delta)
+        choice.begun = True
+        delta = self._shown(choice, delta)
         choice.num_tokens += len(delta.token_ids)
-        choice.num_cached = choice.num_cached or delta.num_cached
+        choice.num_cached = delta.num_cached
         choice.finish_reason = delta.finish_reason
+        return first, delta
 
-    def _event(self, choice: str, round: Round | None = None) -> str:
+    def _event(
+        self,
+        index: int,
+        part: tuple[str, str],
+        logprobs: dict[str, Any] | None,
+        finish_reason: str | None = None,
+        round: Round | None = None,
+    ) -> str:
+        """Written by hand but for what it quotes: there is one for every round of every stream."""
+        told = "null" if logprobs is None else encode(logprobs)
+        reason = "null" if finish_reason is None else f'"{finish_reason}"'
         more = "" if round is None else f',"specla":{encode(self._round(round))}'
-        return f"{self._head}{choice}{self._tail}{more}}}\n\n"
+        return (
+            f'{self._head}{{"index":{index},"{part[0]}":{part[1]},"logprobs":{told},"finish_reason":{reason}}}'
+            f"{self._tail}{more}}}\n\n"
+        )
 
     def _round(self, round: Round) -> dict[str, Any]:
         trace, name = round.trace, self.tokenizer.token_str
@@ -117,47 +151,90 @@ class Answer:
             "tokens_per_second": round.tokens_per_second,
         }
 
-    def _first_event(self, choice: Choice, index: int) -> str:
-        return ""
+    def _shown(self, choice: Choice, delta: Delta) -> Delta:
+        """What of a delta may be seen."""
+        return delta
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> str:
+    def _first(self, choice: Choice, delta: Delta) -> tuple[str, dict[str, Any] | None] | None:
+        """Text and logprobs that go before a choice's first delta, if there is to be such a chunk."""
         raise NotImplementedError
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+    def _logprobs(self, choice: Choice, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _join(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        """The logprobs of all chunks as one."""
+        raise NotImplementedError
+
+    def _part(self, first: bool, text: str) -> tuple[str, str]:
+        """What holds the text of a chunk: its name, and itself as JSON."""
+        raise NotImplementedError
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        """What holds the text of an answer that is not streamed."""
         raise NotImplementedError
 
 
 class Completion(Answer):
-    """/v1/completions; with `echo`, the text begins with the prompt."""
+    """/v1/completions.
+
+    echo: the text begins with the prompt; hidden: and ends there.
+    """
 
     whole_kind = chunk_kind = "text_completion"
-    echo = False
+    echo = hidden = False
 
-    def _first_event(self, choice: Choice, index: int) -> str:
-        if choice.begun or not self.echo:
-            return ""
-        choice.begun = True
-        return self._event(
-            encode(
-                {"index": index, "text": self._prompt_text(choice), "logprobs": None, "finish_reason": None}
-            )
-        )
+    def _shown(self, choice: Choice, delta: Delta) -> Delta:
+        if self.hidden:
+            delta = replace(delta, text="", token_ids=[], logprobs=[])
+            delta.finish_reason = delta.finish_reason and "length"
+        return delta
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> str:
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        return (
-            f'{{"index":{delta.index},"text":{encode(delta.text)},"logprobs":null,"finish_reason":{reason}}}'
-        )
+    def _first(self, choice: Choice, delta: Delta) -> tuple[str, dict[str, Any] | None] | None:
+        if not self.echo:
+            return None
+        prompt, name = choice.prompt, self.tokenizer.token_str
+        text = self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+        if not delta.prompt_logprobs:
+            return text, None
+        told = self._logprobs(choice, [entry for entry in delta.prompt_logprobs if entry is not None])
+        start = name(prompt.token_ids[0])
+        told["text_offset"] = [0, *(at + len(start) for at in told["text_offset"])]
+        choice.offset += len(start)
+        for key, value in (("tokens", start), ("token_logprobs", None), ("top_logprobs", None)):
+            told[key].insert(0, value)
+        return text, told
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        text = "".join(choice.text)
-        if self.echo:
-            text = self._prompt_text(choice) + text
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": choice.finish_reason}
+    def _logprobs(self, choice: Choice, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        """Offsets count from the start of the text, and tokens as they are spelled one by one."""
+        names = [self.tokenizer.token_str(entry.token) for entry in entries]
+        offsets = []
+        for name in names:
+            offsets.append(choice.offset)
+            choice.offset += len(name)
+        return {
+            "text_offset": offsets,
+            "tokens": names,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+        }
 
-    def _prompt_text(self, choice: Choice) -> str:
-        prompt = choice.prompt
-        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        """By spelling, the token itself included; of tokens that are spelled alike, the likeliest."""
+        top: dict[str, float] = {}
+        for token, logprob in [*entry.top, (entry.token, entry.logprob)]:
+            name = self.tokenizer.token_str(token)
+            top[name] = max(logprob, top.get(name, logprob))
+        return top
+
+    def _join(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {key: [value for part in parts for value in part[key]] for key in parts[0]}
+
+    def _part(self, first: bool, text: str) -> tuple[str, str]:
+        return "text", encode(text)
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
 
 class Chat(Answer):
@@ -165,18 +242,26 @@ class Chat(Answer):
 
     whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
-    def _first_event(self, choice: Choice, index: int) -> str:
-        if choice.begun:
-            return ""
-        choice.begun = True
-        role = {"role": "assistant", "content": ""}
-        return self._event(encode({"index": index, "delta": role, "logprobs": None, "finish_reason": None}))
+    def _first(self, choice: Choice, delta: Delta) -> tuple[str, dict[str, Any] | None]:
+        return "", None
 
-    def _chunk_choice(self, choice: Choice, delta: Delta) -> str:
-        reason = "null" if delta.finish_reason is None else f'"{delta.finish_reason}"'
-        content = f'{{"content":{encode(delta.text)}}}'
-        return f'{{"index":{delta.index},"delta":{content},"logprobs":null,"finish_reason":{reason}}}'
+    def _logprobs(self, choice: Choice, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        told = []
+        for entry in entries:
+            top = [self._token(token, logprob) for token, logprob in entry.top]
+            told.append({**self._token(entry.token, entry.logprob), "top_logprobs": top})
+        return {"content": told, "refusal": None}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(choice.text), "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        data = self.tokenizer.token_bytes(token)
+        return {"token": data.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(data)}
+
+    def _join(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"content": [entry for part in parts for entry in part["content"]], "refusal": None}
+
+    def _part(self, first: bool, text: str) -> tuple[str, str]:
+        role = '"role":"assistant",' if first else ""
+        return "delta", f'{{{role}"content":{encode(text)}}}'
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}

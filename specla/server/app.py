@@ -117,7 +117,7 @@ def create_app(
         check_model(asked.model)
         prompts, made = jobs.completion(asked)
         answer = Completion(engine.tokenizer, prompts, asked.n or 1, **facts("cmpl", asked, request))
-        answer.echo = bool(asked.echo)
+        answer.echo, answer.hidden = bool(asked.echo), asked.max_tokens == 0
         return generated(answer, asked, made)
 
     @app.post("/v1/chat/completions", responses=busy)

@@ -55,6 +55,14 @@ def add_serve(commands: Any) -> None:
         help="sequences that run together; default: %(default)s",
     )
     limits.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N",
+        help="tokens of prompts that are read between two rounds; default: 256 on a CPU, 2048 on a GPU",
+    )  # fmt: skip
+    limits.add_argument(
+        "--prefix-cache-bytes", type=int, default=256 << 20, metavar="N",
+        help="for states from which prompts that begin alike go on, 0: none; default: %(default)s",
+    )  # fmt: skip
+    limits.add_argument(
         "--max-waiting", type=int, default=512, metavar="N",
         help="sequences that wait, before 429 is the answer; default: %(default)s",
     )  # fmt: skip

@@ -126,6 +126,8 @@ class JobMaker:
     def _jobs(self, request: CompletionRequest | ChatRequest, prompt: Prompt, max_tokens: int) -> list[Job]:
         """n of them; a seed counts up, so that they differ."""
         self.check_tokens(request.stop_token_ids or [], "stop_token_ids")
+        alternatives = request.num_logprobs
+        echoes = isinstance(request, CompletionRequest) and request.echo
         if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
             raise ApiError(400, f"stop must be at most {MOST_STOPS} strings", param="stop")
         jobs = []
@@ -142,6 +144,9 @@ class JobMaker:
                     stop=request.stop or None,
                     stop_token_ids=request.stop_token_ids or (),
                     ignore_eos=bool(request.ignore_eos),
+                    logprobs=alternatives,
+                    prompt_logprobs=alternatives if echoes else None,
+                    num_speculative_tokens=request.num_speculative_tokens,
                 )
             except ValueError as error:
                 raise ApiError(400, str(error), param=str(error).split()[0]) from None

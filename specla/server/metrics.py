@@ -36,6 +36,9 @@ class Metrics:
         self.registry.register(_Scheduler(engine, prefix, labels))
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(**labels)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(**labels)
+        self.prefix_queries = counter("prefix_cache_queries", "Tokens of prompts looked up.").labels(**labels)
+        self.prefix_hits = counter("prefix_cache_hits", "Tokens of prompts found.").labels(**labels)
+        self.has_prefix_cache = engine.has_prefix_cache
         self.drafts = counter("spec_decode_num_drafts", "Rounds that verified drafts.").labels(**labels)
         self.draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens drafted.").labels(**labels)
         self.accepted = counter("spec_decode_num_accepted_tokens", "Drafts accepted.").labels(**labels)
@@ -74,7 +77,11 @@ class RequestMetrics:
             count, last = len(delta.token_ids), self._last[delta.index]
             if count and not last:
                 metrics.first.observe(now - self._start)
-                metrics.prompt_tokens.inc(self._lengths[delta.index])
+                length = self._lengths[delta.index]
+                metrics.prompt_tokens.inc(length)
+                if metrics.has_prefix_cache:
+                    metrics.prefix_queries.inc(length)
+                    metrics.prefix_hits.inc(delta.num_cached)
             elif count:
                 for _ in range(count):
                     metrics.between.observe((now - last) / count)
@@ -108,10 +115,13 @@ class _Scheduler(Collector):
         self._engine, self._prefix, self._labels = engine, prefix, labels
 
     def collect(self) -> Iterator[Metric]:
-        running = self._engine.num_running
-        waiting = max(0, self._engine.num_live - running)
-        yield self._gauge("num_requests_running", "Sequences that run.", running)
-        yield self._gauge("num_requests_waiting", "Sequences that wait.", waiting)
+        stats = self._engine.stats()
+        waiting = max(0, self._engine.num_live - stats.num_running)
+        yield self._gauge("num_requests_running", "Sequences that run.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences that wait or are being read.", waiting)
+        yield self._gauge(
+            "prefix_cache_bytes", "Size of the states that the prefix cache keeps.", stats.prefix_bytes
+        )
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"{self._prefix}:{name}", text, labels=list(self._labels))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -71,8 +71,6 @@ class _Generation(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    renamed: ClassVar[dict[str, str]] = {}
-
     @model_validator(mode="before")
     @classmethod
     def _refuse(cls, values: Any) -> Any:
@@ -119,6 +117,10 @@ class CompletionRequest(_Generation):
                 return value
         raise ValueError(f"prompt must be {PROMPT}, none of them empty")
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
     @model_validator(mode="after")
     def _check_length(self) -> Any:
         if self.max_tokens == 0 and not self.echo:
@@ -153,6 +155,10 @@ class ChatRequest(_Generation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Any:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specla.drafters import SyntheticDrafter
+from specla.engine.engine import EngineStats
 from specla.engine.llm import LLM
 from specla.engine.params import SamplingParams
-from specla.engine.sequence import Sequence
+from specla.engine.sequence import RoundTrace, Sequence, TokenLogprobs, one_line
+from specla.engine.session import recover
 from specla.engine.text import TextStream, with_end_tokens
 
 
@@ -46,9 +48,9 @@ class Delta:
     error: str | None = None
     num_draft_tokens: int = 0
     num_accepted: int = 0
-    num_cached: int = 0
-    logprobs: list[Any] = field(default_factory=list)
-    prompt_logprobs: list[Any] | None = None
+    num_cached: int = 0  # tokens of the prompt that the prefix cache knew
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of each token, if asked for
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)  # with the first delta
     round: Round | None = None
 
 
@@ -58,7 +60,7 @@ class Round:
 
     number: int
     pieces: list[tuple[str, bool]]  # text of a token, and whether it was drafted
-    trace: Any
+    trace: RoundTrace | None
     acceptance_length: float
     tokens_per_second: float
 
@@ -95,8 +97,12 @@ class AsyncEngine:
         return self.failure is None and self._thread.is_alive()
 
     @property
-    def num_running(self) -> int:
-        return len(self._engine.running)
+    def has_prefix_cache(self) -> bool:
+        return self._engine.prefixes is not None
+
+    def stats(self) -> EngineStats:
+        """The engine's counts, which may be those of a moment ago."""
+        return self._engine.stats()
 
     @property
     def max_depth(self) -> int:
@@ -139,7 +145,7 @@ class AsyncEngine:
     def _reserve(self, count: int) -> None:
         with self._lock:
             if self.failure is not None:
-                raise UnavailableError(f"the engine has died: {_one_line(self.failure)}")
+                raise UnavailableError(f"the engine has died: {one_line(self.failure)}")
             if self.draining:
                 raise UnavailableError("the server is shutting down")
             if self.num_live + count > self.capacity:
@@ -157,6 +163,7 @@ class AsyncEngine:
         while self._obey(wait=not engine.has_work):
             try:
                 changed = engine.step()
+                recover(engine)
                 self._deliver(changed)
             except BaseException as error:
                 self._fail(error)
@@ -181,11 +188,11 @@ class AsyncEngine:
         added: list[Sequence] = []
         try:
             if self.failure is not None:
-                raise UnavailableError(f"the engine has died: {_one_line(self.failure)}")
+                raise UnavailableError(f"the engine has died: {one_line(self.failure)}")
             for index, job in enumerate(stream.jobs):
                 text = TextStream(self.tokenizer, job.params.stop_strings)
                 params = with_end_tokens(job.params, self.tokenizer)
-                sequence = self._engine.add(job.token_ids, params, text.push)
+                sequence = self._engine.add(job.token_ids, params, text.push, trace=job.trace)
                 added.append(sequence)
                 self._tracks[sequence] = _Track(index, stream, sequence, text, job.trace)
         except (ValueError, RuntimeError) as error:
@@ -217,7 +224,7 @@ class AsyncEngine:
     def _fail(self, error: BaseException) -> None:
         """The engine can no longer be trusted: end all sequences."""
         self.failure = error
-        message = f"the engine has died: {_one_line(error)}"
+        message = f"the engine has died: {one_line(error)}"
         for sequence, track in list(self._tracks.items()):
             self._release(sequence)
             track.stream.post([Delta(track.index, "", [], "error", message)])
@@ -296,8 +303,8 @@ class _Track:
 
     def advance(self) -> Delta:
         sequence, metrics, text = self.sequence, self.sequence.metrics, self.text
-        start = sequence.prompt_length + self._tokens
-        new = sequence.tokens[start:]
+        told = self._tokens
+        new = sequence.tokens[sequence.prompt_length + told :]
         if sequence.finish_reason:
             text.finish()
         visible = text.text if sequence.finish_reason else text.visible
@@ -306,12 +313,13 @@ class _Track:
             visible[self._chars :],
             new,
             sequence.finish_reason,
-            None,
+            sequence.error,
             metrics.num_draft_tokens - self._drafts,
             metrics.num_accepted_draft_tokens - self._accepted,
+            sequence.num_cached,
+            sequence.logprobs[told:],
+            [] if told else sequence.prompt_logprobs,
         )
-        if sequence.finish_reason == "error":
-            delta.error = "the round failed"
         self._tokens += len(new)
         self._drafts, self._accepted = metrics.num_draft_tokens, metrics.num_accepted_draft_tokens
         if self.trace:
@@ -326,7 +334,11 @@ class _Track:
         since, before = self._first or (now, 0)
         speed = (self._tokens - before) / (now - since) if now > since else 0.0
         return Round(
-            metrics.num_spec_steps, self._new_pieces(visible), None, metrics.acceptance_length, speed
+            metrics.num_spec_steps,
+            self._new_pieces(visible),
+            self.sequence.last_round,
+            metrics.acceptance_length,
+            speed,
         )
 
     def _new_pieces(self, visible: int) -> list[tuple[str, bool]]:
@@ -352,7 +364,3 @@ def _put_all(batch: list[tuple[Stream, Delta]]) -> None:
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
     with suppress(RuntimeError):  # that loop is closed, so nobody waits for the answer
         loop.call_soon_threadsafe(function, *args)
-
-
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -42,6 +42,8 @@ def serve(args: argparse.Namespace) -> int:
             args.dtype,
             args.max_num_seqs,
             args.seed,
+            args.max_num_batched_tokens,
+            args.prefix_cache_bytes,
         )
         for temperature in (0.0, 1.0):
             llm._engine.prepare(SamplingParams(temperature))
