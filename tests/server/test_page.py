@@ -188,6 +188,30 @@ def test_a_long_text_is_only_appended_to(page: Any, backend: Backend) -> None:
     assert page.evaluate("$('output').querySelectorAll('[data-round]').length") == 3000
     assert page.evaluate("rewritten") == 0
     assert page.evaluate("rounds.length <= KEPT && rounds[rounds.length - 1].number === 3000")
+    playwright.expect(page.locator("[data-round='3000']")).to_be_in_viewport()
+    page.focus("#round")
+    page.keyboard.press("Home")  # the oldest round that is kept
+    playwright.expect(page.locator("#output .shown")).to_be_in_viewport()
+    playwright.expect(page.locator("[data-round='3000']")).not_to_be_in_viewport()
+
+
+def test_the_end_is_in_view_until_the_reader_scrolls_away(page: Any, backend: Backend) -> None:
+    def endless(body: dict[str, Any]) -> Answer:
+        return 200, (time.sleep(0.005) or part for part in repeat(chunk([("on\n", False)])))
+
+    backend.answer = endless
+    lines = "$('output').childElementCount"
+    left = "$('output').scrollHeight - $('output').scrollTop - $('output').clientHeight"
+    page.click("#go")
+    playwright.expect(page.locator("#output > div:nth-child(60)")).to_be_attached()
+    assert page.evaluate(left) < 4
+    page.locator("#output").hover()
+    page.mouse.wheel(0, -400)
+    count = page.evaluate(lines)
+    playwright.expect(page.locator(f"#output > div:nth-child({count + 40})")).to_be_attached()
+    assert page.evaluate(left) > 400
+    page.click("#stop")
+    finished(page)
 
 
 def test_trees_of_any_shape_are_drawn_without_overlaps(page: Any) -> None:
