@@ -15,10 +15,11 @@ from specla.drafters.base import Exported
 from specla.engine.budget import Budget
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
-from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, Sequence
+from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, RoundTrace, Sequence, TokenLogprobs
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
 from specla.ops.triton import MAX_NODES
+from specla.resident.detail import Detail
 from specla.resident.forward import supports
 from specla.resident.proposers import has_twin, twin_of
 from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape
@@ -88,7 +89,8 @@ class ResidentEngine(Engine):
     def prepare(self, params: SamplingParams) -> None:
         batch = self.rounds.bucket(self.rounds.num_slots)
         for budget in self.budget.sizes:
-            self.rounds.prepare(Shape(batch, budget + 1, plan_of([params]), 0))
+            telling = params.logprobs is not None
+            self.rounds.prepare(Shape(batch, budget + 1, plan_of([params]), 0, telling))
 
     @torch.inference_mode()
     def admit(self) -> None:
@@ -144,7 +146,8 @@ class ResidentEngine(Engine):
             repetition_penalty=params.repetition_penalty,
         )  # fmt: skip
         rounds.proposer.admit(sequence.slot, sequence.key, rounds.size)
-        rounds.rows[sequence.slot] = sequence.slot
+        most = params.num_speculative_tokens
+        rounds.begin(sequence.slot, MAX_NODES if most is None else most)
 
     def _show(self, sequence: Sequence, features: Tensor, following: list[int]) -> None:
         assert sequence.slot is not None
@@ -165,13 +168,17 @@ class ResidentEngine(Engine):
 
     def _launch(self) -> None:
         sequences = {sequence.slot: sequence for sequence in self.running if sequence.slot is not None}
+        params = [sequence.params for sequence in self.running]
+        asked = [p.num_speculative_tokens for p in params if p.num_speculative_tokens is not None]
         budget = self.budget.choose()
-        plan = plan_of([sequence.params for sequence in self.running])
+        if len(asked) == len(params):  # in a tree no larger than needed
+            budget = min([budget, *(n for n in CHOICES if n >= max(asked))])
+        telling = any(sequence.trace or sequence.params.logprobs is not None for sequence in self.running)
         prepared = self.rounds.num_prepared
-        flight = self.rounds.launch(max(sequences) + 1, budget + 1, budget, plan)
+        flight = self.rounds.launch(max(sequences) + 1, budget + 1, budget, plan_of(params), telling)
         if self.rounds.num_prepared > prepared:
             self._disturb()
-        self._flights.append(_Launched(flight, sequences, budget, self._timed))
+        self._flights.append(_Launched(flight, sequences, budget, self._timed and not asked))
         self._timed = True
 
     def _disturb(self) -> None:
@@ -195,9 +202,12 @@ class ResidentEngine(Engine):
             if reason == NOT_FINITE:
                 sequence.fail(FloatingPointError(NOT_FINITE_LOGITS))
                 continue
+            before = len(sequence.tokens)
             kept = sequence.extend(row[:accepted], row[accepted] if taken > accepted else -1, drafted)
             if sequence.finish_reason is not None and sequence.keep_slot:
                 self._settle(slot, kept)
+            if launched.flight.detail is not None:
+                note(sequence, sequence.tokens[before:], accepted, slot, launched.flight.detail)
             tokens += kept
             grown += 1
         if grown and launched.timed:
@@ -211,6 +221,20 @@ class ResidentEngine(Engine):
         self.rounds.stop(slot)
         self.rounds.slots.count[slot] = kept
         self.rounds.flush(slot)
+
+
+def note(sequence: Sequence, taken: list[int], accepted: int, row: int, detail: Detail) -> None:
+    """Keep of a round what a sequence wants to know of it."""
+    if sequence.params.logprobs is not None:
+        count, width = len(taken), sequence.params.logprobs
+        ids, top = detail.top_ids[row, :count, :width].tolist(), detail.top[row, :count, :width].tolist()
+        for n, value in enumerate(detail.logprob[row, :count].tolist()):
+            pairs = list(zip(ids[n], top[n], strict=True))
+            sequence.logprobs.append(TokenLogprobs(taken[n], value, pairs))
+    if sequence.trace:
+        count, path = int(detail.num_nodes[row]), detail.path[row, : 1 + min(accepted, len(taken))]
+        tokens, parent = (x[row, :count].tolist() for x in (detail.tokens, detail.parent))
+        sequence.last_round = RoundTrace(tokens, parent, None, path.tolist())
 
 
 def check_memory(target: GatedDeltaNet, max_nodes: int, num_slots: int, device: torch.device) -> None:

@@ -39,7 +39,7 @@ def gather(rows: Tensor, slots: Slots, backlog: Backlog, limit: Tensor, length: 
 
     Args:
         rows: int32 `[B]` slot of each row, which is b or, for padding, -1.
-        limit: int32 `[1]` most drafts of a row.
+        limit: int32 `[S]` most drafts of a slot.
     """
     batch, width = len(rows), backlog.features.shape[1]
     made = Reading(
@@ -144,7 +144,7 @@ def gather_kernel(
     if i_n == 0:
         tl.store(count + i_b, total)
         tl.store(before_last + i_b, tl.maximum(total - 1, 0))
-        most = tl.minimum(tl.load(limit), tl.load(remaining + i_b) - 1)
+        most = tl.minimum(tl.load(limit + i_b), tl.load(remaining + i_b) - 1)
         tl.store(limits + i_b, tl.where(total > 0, most, 0))
 
 

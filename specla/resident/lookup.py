@@ -30,11 +30,11 @@ def lookup(
 
     Args:
         rows: int32 `[B]` slot of each row, -1 for padding.
-        limit: int32 `[1]` most drafts of a row.
+        limit: int32 `[S]` most drafts of a slot.
         max_ngram, min_ngram: lengths of the suffix, at least 1. num_steps: most drafts, at least 1.
     """
     batch, size = out.tokens.shape
-    assert 1 <= min_ngram <= max_ngram and num_steps >= 1 and limit.shape == (1,)
+    assert 1 <= min_ngram <= max_ngram and num_steps >= 1 and limit.shape == slots.root.shape
     assert all(x.is_contiguous() for x in (rows, *out))
     max_length = slots.history.shape[1]
     lookup_kernel[(batch,)](
@@ -58,7 +58,8 @@ def lookup_kernel(
     p_history = history + slot * max_length
     length = tl.load(position + slot, real, other=0)
     length = tl.where(length > max_length, 0, length).to(tl.int32)
-    room = tl.minimum(STEPS, tl.minimum(tl.load(limit), tl.load(remaining + slot, real, other=0) - 1))
+    most = tl.minimum(tl.load(limit + slot, real, other=0), tl.load(remaining + slot, real, other=0) - 1)
+    room = tl.minimum(STEPS, most)
 
     # A place is where the token after an occurrence stands; keys rank longer ones first, then later ones.
     best = tl.full([], 0, tl.int64)

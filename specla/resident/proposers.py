@@ -44,7 +44,7 @@ class Proposer(Protocol):
         """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
 
     def propose(self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool) -> None:
-        """One tree a row, of at most `limit` int32 `[1]` drafts that can still be of use."""
+        """One tree a row, of at most `limit` int32 `[S]` drafts of its slot that can still be of use."""
 
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
         """Where the streams of this round go, as `forward.read_trees` takes them."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops.triton.schedule import schedule_of
+from specla.resident.detail import Detail, new_detail, tell
 from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.draw import draw
 from specla.resident.forward import Layers, Round, head, read_trees
@@ -38,6 +39,7 @@ class Shape(NamedTuple):
     size: int  # nodes of a tree at most, the root included
     plan: Plan  # what the draws of some row need
     turn: int  # the bank that it fills
+    telling: bool = False  # whether it leaves a `Detail`
 
 
 class Flight(NamedTuple):
@@ -45,6 +47,7 @@ class Flight(NamedTuple):
 
     outcome: Outcome
     landed: torch.cuda.Event | None
+    detail: Detail | None = None
 
     def wait(self) -> Outcome:
         """The outcome on the host, once it is there."""
@@ -56,7 +59,7 @@ class Flight(NamedTuple):
 class _Prepared(NamedTuple):
     run: Callable[[], None]
     flight: Flight
-    written: tuple[Drafts, Outcome]  # by the graph, which does not keep them itself
+    written: tuple[Drafts, Outcome, Detail | None]  # by the graph, which does not keep them itself
 
 
 class Rounds:
@@ -77,21 +80,22 @@ class Rounds:
         self.slots = new_slots(self.num_slots, pool.max_nodes, HISTORY, STOPS, pool.device)
         self.narrow = new_narrow(self.num_slots, target.config.vocab_size, pool.device)
         self.rows = torch.full((self.num_slots,), -1, dtype=torch.int32, device=pool.device)
-        self.limit = torch.zeros(1, dtype=torch.int32, device=pool.device)
+        self.most = torch.zeros_like(self.rows)  # drafts that each slot may have
+        self.limit = torch.zeros_like(self.rows)  # and has in a round at most
         self.turn = 0  # the bank that the next round fills
         self._prepared: dict[Shape, _Prepared] = {}
         if self.device.type == "cuda":
             # captures take turns and no two graphs run at a time, so all share their memory
             self._stream, self._memory = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.size = 1  # of the trees of the last round
-        self._limit, self._oversized = 0, 0  # what `limit` holds; rounds in a row in too large a graph
+        self._limit, self._oversized = -1, 0  # what `limit` holds; rounds in a row in too large a graph
 
-    def launch(self, batch: int, size: int, limit: int, plan: Plan) -> Flight:
+    def launch(self, batch: int, size: int, limit: int, plan: Plan, telling: bool = False) -> Flight:
         """One round for the slots below `batch`, with at most `limit` drafts a row in trees of up to `size` nodes."""
         if limit != self._limit:
-            self.limit.fill_(limit)
+            torch.clamp(self.most, max=limit, out=self.limit)
             self._limit = limit
-        shape = self._shape(batch, size, plan)
+        shape = self._shape(batch, size, plan, telling)
         self.prepare(shape)
         run, flight, _ = self._prepared[shape]
         run()
@@ -111,6 +115,12 @@ class Rounds:
         """Shapes that need no capture any more."""
         return len(self._prepared)
 
+    def begin(self, slot: int, most: int) -> None:
+        """Let a slot take part in the rounds to come, with at most so many drafts."""
+        self.most[slot] = most
+        self._limit = -1
+        self.rows[slot] = slot
+
     def stop(self, slot: int) -> None:
         """Leave a slot out of the rounds to come."""
         self.rows[slot] = -1
@@ -125,9 +135,9 @@ class Rounds:
         """Rows of the smallest graph that holds `batch` rows."""
         return min(1 << (batch - 1).bit_length(), self.num_slots)
 
-    def _shape(self, batch: int, size: int, plan: Plan) -> Shape:
+    def _shape(self, batch: int, size: int, plan: Plan, telling: bool) -> Shape:
         """The bucket of a batch, or a larger one that is there: a batch that shrinks is not worth a capture at once."""
-        shape = Shape(self.bucket(batch), size, plan, self.turn)
+        shape = Shape(self.bucket(batch), size, plan, self.turn, telling)
         if shape in self._prepared:
             self._oversized = 0
             return shape
@@ -138,38 +148,48 @@ class Rounds:
     def _prepare(self, shape: Shape) -> _Prepared:
         drafts = new_drafts(shape.batch, shape.size, self.device)
         outcome = new_outcome(shape.batch, shape.size, self.device)
-        rows = self.rows[: shape.batch]
+        vocab, rows = self.target.config.vocab_size, self.rows[: shape.batch]
+        detail = new_detail(shape.batch, shape.size, vocab, self.device) if shape.telling else None
         if self.device.type != "cuda":  # the interpreter
-            run = partial(self._round, shape, rows, drafts, outcome)
-            return _Prepared(run, Flight(outcome, None), (drafts, outcome))
+            run = partial(self._round, shape, rows, drafts, outcome, detail)
+            return _Prepared(run, Flight(outcome, None, detail), (drafts, outcome, detail))
         host = Outcome(torch.zeros_like(outcome.packed, device="cpu").pin_memory())
+        told = None if detail is None else detail.host()
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         try:
             with torch.cuda.stream(self._stream):
-                self._warm_up(shape, torch.full_like(rows, -1), drafts, outcome)
+                self._warm_up(shape, torch.full_like(rows, -1), drafts, outcome, detail)
                 with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-                    self._round(shape, rows, drafts, outcome)
+                    self._round(shape, rows, drafts, outcome, detail)
                     host.packed.copy_(outcome.packed, non_blocking=True)
+                    for there, here in zip(told or (), detail or (), strict=True):
+                        there.copy_(here, non_blocking=True)
         finally:
             current.wait_stream(self._stream)
-        return _Prepared(graph.replay, Flight(host, torch.cuda.Event()), (drafts, outcome))
+        return _Prepared(graph.replay, Flight(host, torch.cuda.Event(), told), (drafts, outcome, detail))
 
-    def _warm_up(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
+    def _warm_up(
+        self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome, detail: Detail | None
+    ) -> None:
         """A round of padding rows alone: it compiles what a capture wants compiled, and touches no slot."""
         kept = [x.clone() for x in self.proposer.kept]
         try:
-            self._round(shape, rows, drafts, outcome)
+            self._round(shape, rows, drafts, outcome, detail)
         finally:
             for tensor, before in zip(self.proposer.kept, kept, strict=True):
                 tensor.copy_(before)
             self._stream.synchronize()
 
-    def _round(self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome) -> None:
+    def _round(
+        self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome, detail: Detail | None
+    ) -> None:
         self.proposer.propose(rows, self.slots, self.limit, drafts, shape.plan.noise)
         tree = Tree.resident(drafts.parent, drafts.num_nodes)
         logits = self.verify(shape, rows, drafts, tree)
         self.accept(shape, rows, drafts, tree, logits, outcome)
+        if detail is not None:
+            tell(logits, drafts, self.slots, outcome, detail)
 
     def verify(self, shape: Shape, rows: Tensor, drafts: Drafts, tree: Tree) -> Tensor:
         """Logits fp32 `[B, N, vocab]` at every node of the drafts; commits what the round before has left."""

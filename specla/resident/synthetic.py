@@ -22,11 +22,11 @@ def synthetic(
         reference: int32 `[S, L]` what plain decoding gives, prompt included; num_reference: int32 `[S]` its length.
         keys: int64 `[S]` the drafter's key of the sequence.
         acceptance: fp64 `[num_steps]`, probability at each depth. From fp32 it is what fp32 has left of it.
-        limit: int32 `[1]` most drafts of a row, beside the N - 1 that `out` has room for.
+        limit: int32 `[S]` most drafts of a slot, beside the N - 1 that `out` has room for.
         topk, num_steps, vocab_size, seed: as the drafter has them.
     """
     batch, size = out.tokens.shape
-    assert acceptance.shape == (num_steps,) and limit.shape == (1,) and vocab_size > topk
+    assert acceptance.shape == (num_steps,) and limit.shape == slots.root.shape and vocab_size > topk
     assert all(x.is_contiguous() for x in (rows, reference, num_reference, keys, acceptance, *out))
     synthetic_kernel[(batch,)](
         rows, slots.root, slots.position, slots.remaining, reference, num_reference, keys, acceptance, limit, *out,
@@ -51,7 +51,8 @@ def synthetic_kernel(
     slot = tl.load(rows + i_b).to(tl.int64)
     real = slot >= 0
     at = tl.load(position + slot, real, other=0)
-    room = tl.minimum(N - 1, tl.minimum(tl.load(limit), tl.load(remaining + slot, real, other=0) - 1))
+    most = tl.load(limit + slot, real, other=0)
+    room = tl.minimum(N - 1, tl.minimum(most, tl.load(remaining + slot, real, other=0) - 1))
     known = tl.load(num_reference + slot, real, other=0) - at
     steps = tl.maximum(tl.minimum(tl.minimum(room, STEPS), known), 0).to(tl.int32)
     spare = room - steps  # wrong siblings, as many as fit beside each node of the spine from the top

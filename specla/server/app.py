@@ -61,7 +61,7 @@ def create_app(
         engine.tokenizer,
         engine.config.vocab_size,
         load_chat_template(engine.llm.model_path),
-        Limits(context, max_tokens, engine.capacity),
+        Limits(context, engine.max_draft, engine.capacity, max_tokens),
     )
     metrics = Metrics(engine, name, metrics_prefix)
     started = int(time.time())

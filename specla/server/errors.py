@@ -65,7 +65,9 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
         return JSONResponse(error_body(400, f"the body is not JSON: {first['ctx']['error']}"), 400)
     where = [str(part) for part in first["loc"][1:]]
     message = first["msg"].removeprefix("Value error, ")
-    if not where:
+    if first["type"] == "refusal":
+        where = [first["ctx"]["param"]]
+    elif not where:
         message = f"the body must be a JSON object with content-type application/json: {message}"
     elif first["type"] != "value_error":
         message = f"{'.'.join(where)}: {message}"

@@ -21,12 +21,13 @@ class Limits:
     """What one request may ask for.
 
     max_model_len: tokens of prompt and answer together; max_tokens: of an answer, None: as far as the context reaches.
-    max_sequences: prompts times n.
+    max_draft: drafts a round; max_sequences: prompts times n.
     """
 
     max_model_len: int
+    max_draft: int
+    max_sequences: int
     max_tokens: int | None = None
-    max_sequences: int = 512
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class JobMaker:
             raise ApiError(
                 400,
                 f"the context is {limits.max_model_len} tokens; the prompt has {len(prompt.token_ids)} and "
-                f"{1 if asked is None else asked} more were asked for",
+                f"max_tokens asks for {1 if asked is None else asked}",
                 param="prompt" if room < 1 else "max_tokens",
                 code="context_length_exceeded",
             )
@@ -130,6 +131,10 @@ class JobMaker:
         echoes = isinstance(request, CompletionRequest) and request.echo
         if isinstance(request.stop, list) and len(request.stop) > MOST_STOPS:
             raise ApiError(400, f"stop must be at most {MOST_STOPS} strings", param="stop")
+        drafts, most = request.num_speculative_tokens, self.limits.max_draft
+        if drafts is not None and drafts > most:
+            name = "num_speculative_tokens"
+            raise ApiError(400, f"{name} must be at most {most} here, got {drafts}", param=name)
         jobs = []
         for number in range(request.n or 1):
             try:
@@ -146,7 +151,7 @@ class JobMaker:
                     ignore_eos=bool(request.ignore_eos),
                     logprobs=alternatives,
                     prompt_logprobs=alternatives if echoes else None,
-                    num_speculative_tokens=request.num_speculative_tokens,
+                    num_speculative_tokens=drafts,
                 )
             except ValueError as error:
                 raise ApiError(400, str(error), param=str(error).split()[0]) from None

@@ -46,7 +46,7 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Drafts accepted by depth in their tree.", "position"
         )
         self.at_position = [
-            per_position.labels(**labels, position=str(position)) for position in range(engine.max_depth)
+            per_position.labels(**labels, position=str(position)) for position in range(engine.max_draft)
         ]
         success = counter("request_success", "Sequences that ended, by how.", "finished_reason")
         self.success = {reason: success.labels(**labels, finished_reason=reason) for reason in REASONS}

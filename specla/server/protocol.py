@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 MOST_CHOICES = 128
 
@@ -31,6 +32,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "verbosity": (),
     "moderation": (),
 }
+
+
+def refusal(param: str, message: str) -> PydanticCustomError:
+    """What a validator of a whole request raises about one of its fields."""
+    return PydanticCustomError("refusal", "{message}", {"message": message, "param": param})
 
 
 class _Strict(BaseModel):
@@ -79,7 +85,7 @@ class _Generation(_Strict):
         for name, harmless in UNSUPPORTED.items():
             value = values.get(name)
             if name in values and value is not None and value not in harmless:
-                raise ValueError(f"{name} is not supported")
+                raise refusal(name, f"{name} is not supported")
         return {name: value for name, value in values.items() if name not in UNSUPPORTED}
 
     @field_validator("stop", mode="before")
@@ -94,7 +100,7 @@ class _Generation(_Strict):
     def _check_stream(self) -> Any:
         for name in ("stream_options", "stream_rounds"):
             if getattr(self, name) and not self.stream:
-                raise ValueError(f"{name} needs stream: true")
+                raise refusal(name, f"{name} needs stream: true")
         return self
 
 
@@ -124,7 +130,7 @@ class CompletionRequest(_Generation):
     @model_validator(mode="after")
     def _check_length(self) -> Any:
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens must be at least 1, or echo true")
+            raise refusal("max_tokens", "max_tokens must be at least 1, or echo true")
         return self
 
 
@@ -163,7 +169,7 @@ class ChatRequest(_Generation):
     @model_validator(mode="after")
     def _check_logprobs(self) -> Any:
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise refusal("top_logprobs", "top_logprobs needs logprobs: true")
         return self
 
 
@@ -180,7 +186,7 @@ class TokenizeRequest(_Strict):
     @model_validator(mode="after")
     def _check_one(self) -> Any:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is needed")
+            raise refusal("prompt", "exactly one of prompt and messages is needed")
         return self
 
 

@@ -105,8 +105,8 @@ class AsyncEngine:
         return self._engine.stats()
 
     @property
-    def max_depth(self) -> int:
-        """Drafts that a round may accept at most."""
+    def max_draft(self) -> int:
+        """Drafts of a round at most."""
         return self._engine.config.max_draft
 
     async def submit(self, jobs: Items[Job]) -> Stream:
@@ -350,8 +350,8 @@ class _Track:
             part = piece[max(0, self._chars - start) : max(0, visible - start)]
             if part:
                 new.append((part, drafted[self._piece]))
-            if start + len(piece) > visible:
-                break
+            if start + len(piece) > visible or self._piece == len(pieces) - 1:
+                break  # more of it is to come, or may be: the end of a text completes its last piece
             self._piece, self._piece_start = self._piece + 1, start + len(piece)
         return new
 

@@ -27,7 +27,7 @@ overlap.overlaps = lambda device: True
 
 def main() -> None:
     JITFunction.run = compiled.compile_instead
-    rows, limit = torch.zeros(2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    rows, limit = torch.zeros(2, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
     for size in (1, 16, 17, 64):
         slots, drafts = new_slots(3, size, 5000, 2, "cpu"), new_drafts(2, size, "cpu")
         lookup(rows, slots, limit, drafts)

@@ -15,7 +15,7 @@ from tests.resident import copied, garbage_drafts, garbage_slots, ints, same_slo
 
 def looked_up(rows: list[int], slots: Slots, limit: int, size: int, **ngram: int) -> Drafts:
     out, before = garbage_drafts(len(rows), size), copied(slots)
-    lookup(ints(rows), slots, ints([limit]), out, **ngram)
+    lookup(ints(rows), slots, ints([limit] * len(slots.root)), out, **ngram)
     assert same_slots(slots, before)
     return out
 

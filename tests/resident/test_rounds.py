@@ -14,6 +14,7 @@ from specla.drafters.base import Draft
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.ops.triton import MAX_NODES
 from specla.resident import rounds as module
 from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.proposers import Lookup, Proposer, Synthetic, TokenProposer
@@ -107,7 +108,7 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
         target.prefill(torch.tensor(text[:-1], device=DEVICE), slot, pool)
         rounds.slots.admit(slot, text, remaining=lengths[slot], temperature=heats[slot], seed=SEED)
         proposer.admit(slot, slot, rounds.size)
-        rounds.rows[slot] = slot
+        rounds.begin(slot, MAX_NODES)
     for x in parts(rounds.layers):
         x[:, 2] = torch.nan
     nobody, running, accepted = [x[:, 2].clone() for x in parts(rounds.layers)], set(tokens), 0
@@ -156,7 +157,7 @@ def test_a_slot_is_taken_up_again_with_nothing_pending() -> None:
         target.prefill(torch.tensor(PROMPTS[number][:-1], device=DEVICE), slot, pool)
         rounds.slots.admit(slot, PROMPTS[number], remaining=99, stop_ids=stop_ids)
         proposer.admit(slot, number, rounds.size)
-        rounds.rows[slot] = slot
+        rounds.begin(slot, MAX_NODES)
         got.append([])
 
     def launch(*owners: int) -> list[int]:
@@ -209,7 +210,7 @@ def running(slots: int, size: int) -> Rounds:
         text = prompt(9, slot, 3000) * 2
         target.prefill(torch.tensor(text[:-1], device=DEVICE), pool.alloc(), pool)
         rounds.slots.admit(slot, text, remaining=10**6, temperature=slot % 2 * 0.9, seed=slot)
-        rounds.rows[slot] = slot
+        rounds.begin(slot, MAX_NODES)
     for nodes in (size, 1):
         rounds.launch(slots, nodes, nodes - 1, WARM).wait()
     torch.cuda.synchronize()

@@ -65,8 +65,8 @@ def test_trees_are_those_of_the_drafter(how: dict[str, Any], seed: int) -> None:
         rows[any_of(0, 1)] = -1
         out, before = garbage_drafts(len(rows), size), copied(slots)
         synthetic(
-            ints(rows), slots, reference.int().to(DEVICE), ints(known), keys.to(DEVICE), rates, ints([limit]), out,
-            **fixed,
+            ints(rows), slots, reference.int().to(DEVICE), ints(known), keys.to(DEVICE), rates,
+            ints([limit] * SLOTS), out, **fixed,
         )  # fmt: skip
         assert same_slots(slots, before)
         for b, slot in enumerate(rows):
