@@ -2,78 +2,79 @@
 
 pip install 'specla[server]' 'ray[serve]'
 python examples/ray_serve.py --replicas 2                        # here
-serve run ray_serve:build model=PATH max_replicas=8 num_gpus=1   # on a cluster that ray start has made
+cd examples && serve run --working-dir . ray_serve:build max_replicas=8 num_gpus=1 model=PATH
+                                                                 # on a cluster that `ray start` has made
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
 NAME = "specla"
+DEFAULTS = {
+    "model": None,  # and drafter: as for `LLM`
+    "drafter": None,
+    "max_num_seqs": 8,  # of a replica
+    "prefix_cache_bytes": 256 << 20,  # of a replica
+    "replicas": 2,
+    "min_replicas": 1,
+    "max_replicas": None,  # if given, their number follows the load, and `replicas` has no say
+    "num_cpus": 1,  # of a replica
+    "num_gpus": 0,
+    "api_key": None,
+}
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """An application for `serve.run` and `serve run`.
+    """For `serve.run` and `serve run`: `args` override DEFAULTS."""
+    return deploy(args, make_app)
 
-    Args:
-        args: model, drafter (as for `LLM`), max_num_seqs of a replica; replicas, or min_replicas and max_replicas to
-            follow the load; num_cpus and num_gpus of a replica; api_key.
-    """
-    known = {
-        "model",
-        "drafter",
-        "max_num_seqs",
-        "replicas",
-        "min_replicas",
-        "max_replicas",
-        "num_cpus",
-        "num_gpus",
-    }
-    if unknown := sorted(set(args) - known - {"api_key"}):
-        raise ValueError(f"unknown arguments {unknown}, allowed are {sorted(known | {'api_key'})}")
-    slots = int(args.get("max_num_seqs", 8))
-    if "max_replicas" in args:
-        least, most = int(args.get("min_replicas", 1)), int(args["max_replicas"])
+
+def make_app(args: dict[str, Any]) -> FastAPI:
+    """What a replica serves; runs there."""
+    from specla import LLM
+    from specla.server.app import create_app
+    from specla.server.runner import AsyncEngine
+
+    llm = LLM(
+        args["model"],
+        args["drafter"],
+        max_num_seqs=int(args["max_num_seqs"]),
+        prefix_cache_bytes=int(args["prefix_cache_bytes"]),
+    )
+    engine = AsyncEngine(llm)
+    app = create_app(engine, api_key=args["api_key"])
+    app.state.engine = engine
+    return app
+
+
+def deploy(args: dict[str, Any], make_app: Callable[[dict[str, Any]], FastAPI]) -> serve.Application:
+    """Replicas of what `make_app` makes."""
+    if unknown := sorted(set(args) - set(DEFAULTS)):
+        raise ValueError(f"unknown arguments {unknown}, allowed are {list(DEFAULTS)}")
+    args = DEFAULTS | args
+    slots = int(args["max_num_seqs"])
+    scale: dict[str, Any] = {"num_replicas": int(args["replicas"])}
+    if args["max_replicas"] is not None:
         # a replica whose slots are full is as fast as it gets: the next request is better off elsewhere
-        scale = {
-            "autoscaling_config": {
-                "min_replicas": least,
-                "max_replicas": most,
-                "target_ongoing_requests": slots,
-            }
-        }
-    else:
-        scale = {"num_replicas": int(args.get("replicas", 2))}
-
-    def make_app() -> FastAPI:
-        """Runs in each replica."""
-        from specla import LLM
-        from specla.server.app import create_app
-        from specla.server.runner import AsyncEngine
-
-        llm = LLM(args.get("model"), args.get("drafter"), max_num_seqs=slots)
-        engine = AsyncEngine(llm)
-        app = create_app(engine, api_key=args.get("api_key"))
-        app.state.engine = engine
-        return app
+        bounds = {"min_replicas": int(args["min_replicas"]), "max_replicas": int(args["max_replicas"])}
+        scale = {"autoscaling_config": bounds | {"target_ongoing_requests": slots}}
 
     @serve.deployment(
         name=NAME,
         max_ongoing_requests=2 * slots,  # what is beyond waits in the proxy, for any replica
         health_check_period_s=2,
         health_check_timeout_s=30,
-        graceful_shutdown_timeout_s=120,  # answers that were begun when a replica is taken away
-        ray_actor_options={
-            "num_cpus": float(args.get("num_cpus", 1)),
-            "num_gpus": float(args.get("num_gpus", 0)),
-        },
+        graceful_shutdown_timeout_s=120,  # for answers that were begun when a replica is taken away
+        ray_actor_options={"num_cpus": float(args["num_cpus"]), "num_gpus": float(args["num_gpus"])},
         **scale,
     )
-    @serve.ingress(make_app)
+    @serve.ingress(lambda: make_app(args))
     class Replica:
         app: FastAPI  # what make_app has made
 

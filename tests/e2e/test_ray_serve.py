@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import math
 import os
 import runpy
 import secrets
@@ -17,13 +16,11 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 from specla import LLM, SamplingParams
-from specla.models.loader import save_target
-from tests.checkpoints import save_checkpoint
 
 ray = pytest.importorskip("ray", reason="needs ray: pip install 'ray[serve]'")
 serve = pytest.importorskip("ray.serve", reason="needs ray: pip install 'ray[serve]'")
@@ -32,6 +29,28 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_serve.py"
 PROMPTS = ["The sea was calm.", "def area(width, height):", "Once upon a time", "1, 2, 3, 4,"]
 ASKED = {"max_tokens": 60, "temperature": 0.8}
 CLIENTS = 6
+POISON = 8191  # a token of no text here
+
+
+def app() -> Any:
+    """The example's, but an engine that is to go on from POISON dies."""
+    example = runpy.run_path(str(EXAMPLE))
+    make_app, poison = example["make_app"], POISON
+
+    def fragile(args: dict[str, Any]) -> Any:
+        app = make_app(args)
+        target = app.state.engine.llm.target
+        verify = target.verify
+
+        def refuse(tokens: Any, *more: Any) -> Any:
+            if poison in tokens[:, 0]:
+                raise RuntimeError("the device is gone")
+            return verify(tokens, *more)
+
+        target.verify = refuse
+        return app
+
+    return example["deploy"]({"replicas": 2}, fragile)
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +65,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(runpy.run_path(str(EXAMPLE))["build"]({"replicas": 2}), name="specla")
+        serve.run(app(), name="specla")
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -69,17 +88,17 @@ def complete(url: str, prompt: str | list[int], seed: int, stream: bool) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
 
-def replicas(app: str = "specla") -> dict[str, int]:
-    status = serve.status().applications[app].deployments["specla"]
+def replicas() -> dict[str, int]:
+    status = serve.status().applications["specla"].deployments["specla"]
     return {str(state): count for state, count in status.replica_states.items()}
 
 
-def processes(app: str = "specla") -> set[int]:
+def processes() -> set[int]:
     """Of the replicas."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if entry.read_bytes().startswith(f"ray::ServeReplica:{app}:".encode()):
+            if entry.read_bytes().startswith(b"ray::ServeReplica:specla:"):
                 found.add(int(entry.parent.name))
         except OSError:  # it has ended
             continue
@@ -135,24 +154,15 @@ def test_a_killed_replica_costs_a_retry_and_comes_back(url: str) -> None:
     assert sum(back) > sum(at_kill), "the other replica went on meanwhile"
 
 
-def test_a_replica_whose_engine_died_is_replaced(url: str, tmp_path: Path) -> None:
-    target = save_checkpoint(tmp_path)
-    output = LLM(tmp_path).generate("the cat", SamplingParams(**ASKED, seed=0))[0]
-    poison = min(set(range(50)) - {*output.prompt_token_ids, *output.outputs[0].token_ids})
-    with torch.no_grad():
-        target.embeddings.weight[poison] = math.nan
-    save_target(target, tmp_path, torch.float32)
-    app = runpy.run_path(str(EXAMPLE))["build"]({"model": str(tmp_path), "replicas": 1, "num_cpus": 0})
-    serve.run(app, name="fragile", route_prefix="/fragile")
-    assert complete(f"{url}/fragile", "the cat", 0, stream=False) == output.outputs[0].text
-
-    (before,) = processes("fragile")
+def test_a_replica_whose_engine_died_is_replaced(url: str) -> None:
+    text = complete(url, "Once", 0, stream=False)
+    before = processes()
     with pytest.raises(urllib.error.HTTPError, match="500"):
-        complete(f"{url}/fragile", [poison], 0, stream=False)
-    wait_until(lambda: replicas("fragile") != {"RUNNING": 1})
-    wait_until(lambda: replicas("fragile") == {"RUNNING": 1})
-    assert before not in processes("fragile")
-    assert complete(f"{url}/fragile", "the cat", 0, stream=False) == output.outputs[0].text
+        complete(url, [POISON], 0, stream=False)
+    wait_until(lambda: replicas() != {"RUNNING": 2})
+    wait_until(lambda: replicas() == {"RUNNING": 2})
+    assert len(before - processes()) == 1
+    assert {complete(url, "Once", 0, stream=False) for _ in range(6)} == {text}
 
 
 def wait_until(true: object, timeout: float = 120) -> None:
