@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
 
 from specla import __version__
 from specla.server.answers import Answer, Chat, Completion
@@ -111,6 +111,9 @@ def create_app(
             "include_usage": bool(options is not None and options.include_usage),
         }
 
+    events = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}}
+    busy[200] = {"description": "The answer, or with stream its chunks as events.", "content": events}
+
     @app.post("/v1/completions", responses=busy)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         """Continue prompts."""
@@ -171,7 +174,7 @@ def create_app(
             return JSONResponse({"status": "ok"})
         raise ApiError(503, "the engine has died" if not engine.healthy else "the server is shutting down")
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         """For Prometheus."""
         return Response(metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -182,4 +185,15 @@ def create_app(
         async def page() -> Response:
             return FileResponse(PAGE)
 
+    _tell_errors(app)
     return app
+
+
+def _tell_errors(app: FastAPI) -> None:
+    """FastAPI would document 422 and a form of its own for what is 400 and OpenAI's here."""
+    document = app.openapi()
+    for path in document["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)
+    for name in ("HTTPValidationError", "ValidationError"):
+        document["components"]["schemas"].pop(name, None)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from specla.engine.params import LEAST
+
 MOST_CHOICES = 128
 
-Prompt = str | list[str] | list[int] | list[list[int]]
+Text = Annotated[str, Field(min_length=1)]
+Token = Annotated[int, Field(ge=0)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
+Prompt = (
+    Text | Annotated[list[Text], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+)
 PROMPT = "a string, a list of strings, a list of token ids, or a list of such lists"
 
 # options of OpenAI's that cannot be honoured, and the values that ask for nothing
@@ -54,13 +61,13 @@ class _Generation(_Strict):
     model: str | None = Field(None, description="One of /v1/models; by default the model that is served.")
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     temperature: float | None = Field(None, ge=0, le=100, description="0 is greedy. Default: 1.")
-    top_p: float | None = Field(None, gt=0, le=1)
+    top_p: float | None = Field(None, ge=LEAST, le=1)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1, description="-1 or 0: all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=LEAST, le=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1 - MOST_CHOICES)
-    stop: str | list[str] | None = Field(None, description="The text ends before the first of these.")
-    stop_token_ids: list[int] | None = None
+    stop: Text | list[Text] | None = Field(None, description="The text ends before the first of these.")
+    stop_token_ids: list[Token] | None = None
     ignore_eos: bool | None = None
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Drafts a round at most; 0 decodes plainly."
@@ -192,7 +199,7 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[Token]
 
 
 class ErrorDetail(BaseModel):
