@@ -220,7 +220,7 @@ class Engine:
                 if sequence.finish_reason == "error" or not sequence.keep_slot:
                     self.release(sequence)
 
-    def _fail(self, error: BaseException, lost: Tokens[Sequence]) -> None:
+    def _fail(self, error: BaseException, lost: list[Sequence]) -> None:
         """End the sequences that are lost by an error, and all others too unless it only interrupts."""
         if isinstance(error, Exception):
             self.failure = error
@@ -237,9 +237,11 @@ class Engine:
         lost: list[Sequence] = []
         while self.reading or (self.waiting and self.pool.num_free):
             if not self.reading:
-                self._begin(self.waiting.popleft())
+                self.reading.append(self.waiting.popleft())
             sequence = self.reading[0]
             try:
+                if sequence.slot is None:
+                    self._begin(sequence)
                 if not sequence.is_read:
                     read = self._read(sequence, budget)
                     if not read:
@@ -267,7 +269,6 @@ class Engine:
     def _begin(self, sequence: Sequence) -> None:
         """Take a slot, with the state of the longest beginning of the prompt that is known."""
         sequence.slot = self.pool.alloc()
-        self.reading.append(sequence)
         self._clear(sequence)
         if self.prefixes is None or sequence.params.prompt_logprobs is not None:
             return
@@ -288,7 +289,7 @@ class Engine:
         if not count:
             return 0
         ids = torch.tensor(sequence.tokens[done : done + count], device=self.pool.device)
-        self.target.prefill(ids, sequence.slot, self.pool, self._tap(sequence))
+        self.target.prefill(ids, sequence.slot, self.pool, self._tap(sequence, count))
         sequence.num_prefilled = done = done + count
         if found is not None and self.prefixes is not None and done in found.places:
             state, memory = self.pool.export(sequence.slot), self._remember(sequence)
@@ -296,9 +297,10 @@ class Engine:
             self.prefixes.keep(found.places[done], Kept(done, state, memory, nbytes))
         return count
 
-    def _tap(self, sequence: Sequence) -> Tap | None:
-        """Shows the drafter the stretches of a prompt, each with the tokens that follow its own."""
-        following = sequence.tokens[sequence.num_prefilled + 1 :]
+    def _tap(self, sequence: Sequence, length: int) -> Tap | None:
+        """Shows the drafter the next `length` tokens of a prompt, each with the token that follows it."""
+        first = sequence.num_prefilled + 1
+        following = sequence.tokens[first : first + length]
         layer_ids, count = self.drafter.layer_ids, sequence.params.prompt_logprobs
         done = 0
 

@@ -7,15 +7,16 @@ from typing import NamedTuple
 from specla.state import AttentionState, StatePool
 
 BLOCK = 64  # tokens that the delta rule takes together
-GRID, GRID_GPU = 128, 512  # tokens between pauses of a target with attention
+GRID, GRID_GPU = 128, 512  # tokens that are read together where their number matters
 STEP, STEP_GPU = 256, 2048  # prompt tokens of a step, unless told otherwise
 
 
 class Pauses(NamedTuple):
-    """The places of a prompt at which reading may pause, and of a target with attention must: every `unit` tokens.
+    """The places of a prompt at which reading may pause, or must: every `unit` tokens.
 
-    Recurrent layers compute block by block, so it does not matter how many blocks are read together. Attention sums in
-    an order that depends on how many tokens are read together, so there it is always the same number.
+    On a CPU recurrent layers compute block by block, and it does not matter how many blocks are read together.
+    Attention sums in an order that depends on it, and on a GPU a walk rounds by the largest value that it meets, so
+    there the number is always the same.
     """
 
     unit: int
@@ -23,8 +24,10 @@ class Pauses(NamedTuple):
 
     @classmethod
     def of(cls, pool: StatePool) -> Pauses:
+        if pool.device.type != "cpu":
+            return cls(GRID_GPU, True)
         if any(isinstance(layer, AttentionState) for layer in pool.layers):
-            return cls(GRID if pool.device.type == "cpu" else GRID_GPU, True)
+            return cls(GRID, True)
         return cls(BLOCK, False)
 
     def stretch(self, done: int, end: int, most: int) -> int:

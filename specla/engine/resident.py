@@ -63,7 +63,8 @@ class ResidentEngine(Engine):
     ):
         """Raises ValueError when the states do not fit the device."""
         assert isinstance(target, GatedDeltaNet)
-        check_memory(target, config.max_draft + 1, max_num_seqs, target.norm.weight.device)
+        device = target.norm.weight.device
+        check_memory(target, config.max_draft + 1, max_num_seqs, device, prefix_cache_bytes)
         super().__init__(
             target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
         )
@@ -116,6 +117,11 @@ class ResidentEngine(Engine):
             self._fail(error, list(self.running))  # nobody knows where they stand
             raise
         return changed
+
+    def _fail(self, error: BaseException, lost: list[Sequence]) -> None:
+        if isinstance(error, Exception):
+            self._flights.clear()
+        super()._fail(error, lost)
 
     def release(self, sequence: Sequence) -> None:
         try:
@@ -237,17 +243,22 @@ def note(sequence: Sequence, taken: list[int], accepted: int, row: int, detail: 
         sequence.last_round = RoundTrace(tokens, parent, None, path.tolist())
 
 
-def check_memory(target: GatedDeltaNet, max_nodes: int, num_slots: int, device: torch.device) -> None:
-    """ValueError when the states of so many sequences and two banks of their drafts do not fit beside the weights."""
+def check_memory(
+    target: GatedDeltaNet, max_nodes: int, num_slots: int, device: torch.device, prefix_cache_bytes: int = 0
+) -> None:
+    """ValueError when states of so many sequences, two banks of their drafts and copies for prompts that begin alike
+    do not fit beside the weights.
+    """
     if device.type != "cuda":
         return
     one = target.new_pool(1, max_nodes)
     needed = num_slots * (one.bytes_per_sequence() + 2 * max_nodes * one.bytes_per_node())
     free, _ = torch.cuda.mem_get_info(device)
-    if needed > free:
+    if needed + prefix_cache_bytes > free:
         raise ValueError(
-            f"{num_slots} sequences with up to {max_nodes - 1} drafts need {needed:,} bytes for states and drafts, and "
-            f"{free:,} are free on {device}: lower max_num_seqs or num_speculative_tokens"
+            f"{num_slots} sequences with up to {max_nodes - 1} drafts need {needed:,} bytes for states and drafts, "
+            f"prefix_cache_bytes is {prefix_cache_bytes:,}, and {free:,} are free on {device}: lower max_num_seqs, "
+            f"num_speculative_tokens or prefix_cache_bytes"
         )
 
 

@@ -48,7 +48,8 @@ class TokenLogprobs(NamedTuple):
 class RoundTrace(NamedTuple):
     """The tree of a round, node by node, the root first.
 
-    parent: -1 for the root. scores: log-probability that the drafter gave each node's path, None where it gives none.
+    parent: -1 for the root. scores: log-probability that the drafter gave each node's path; None where it gives none,
+    and of rounds that never leave a GPU.
     path: ids of the nodes that were accepted, from the root down.
     """
 

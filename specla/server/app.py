@@ -111,7 +111,7 @@ def create_app(
             "include_usage": bool(options is not None and options.include_usage),
         }
 
-    events = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}}
+    events: dict[str, Any] = {"application/json": {"schema": {}}, "text/event-stream": {"schema": {}}}
     busy[200] = {"description": "The answer, or with stream its chunks as events.", "content": events}
 
     @app.post("/v1/completions", responses=busy)

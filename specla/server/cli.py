@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -106,6 +107,8 @@ def run_serve(args: argparse.Namespace) -> int:
         if value is not None and not least <= value <= (value if most is None else most):
             allowed = f"at least {least}" if most is None else f"in {least}..{most}"
             raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
+        raise ValueError(f"--metrics-prefix must be letters, digits and _, got {args.metrics_prefix!r}")
     if args.api_key == "":
         raise ValueError("--api-key must not be empty")
 

@@ -278,6 +278,29 @@ def test_after_an_interrupted_step_nobody_goes_on_with_a_gap(
     check_end(engine)
 
 
+def test_a_device_that_fails_ends_everything_and_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a round, and again at every further call."""
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    engine = make("synthetic", slots=2)
+    sequences = [request.add(engine) for request in MIX[:4]]
+    step(engine)
+    monkeypatch.setattr(rounds.Flight, "wait", broken)
+    monkeypatch.setattr(rounds.Rounds, "stop", broken)
+    with pytest.raises(RuntimeError, match="illegal"):
+        finish(engine)
+    assert "illegal" in str(engine.failure) and not engine.has_work and engine.pool.num_free == 2
+    for request, sequence in zip(MIX, sequences, strict=False):
+        assert sequence.output == request.alone()[0][: len(sequence.output)]
+        assert sequence.finish_reason in ("error", request.alone()[1])
+    assert [s.error is not None and "illegal" in s.error for s in sequences[2:]] == [True, True]
+    assert engine.step() == []
+    with pytest.raises(RuntimeError, match="takes no more requests: CUDA error"):
+        MIX[0].add(engine)
+
+
 @pytest.mark.parametrize("drafter", ["ngram", "synthetic"])
 def test_a_text_longer_than_the_history_is_decoded_plainly(
     drafter: str, monkeypatch: pytest.MonkeyPatch

@@ -115,6 +115,9 @@ def live(kind: str, seed: int, events: int) -> list[Sequence]:
         if sequence.trace and sequence.output and sequence.finish_reason != "abort":
             check_trace(sequence, most)
     assert engine.pool.num_free == 3 and engine.stats()[:2] == (0, 0)
+    for drafter in (engine.drafter, getattr(engine.drafter, "other", None)):
+        for kept in ("_readers", "_records", "_indexes"):
+            assert not getattr(drafter, kept, None), "the drafter remembers who is gone"
     if isinstance(engine, ResidentEngine):
         check_end(engine)
     return [sequence for sequence, _, _ in asks]
