@@ -44,6 +44,7 @@ def load_target(
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
         model = GatedDeltaNet(config)
+    check_room(model, device, work)
     sources, shapes = parameter_sources(model), checkpoint_shapes(config)
     asked = {part for parts in sources.values() for part in parts}
     weights = read_weights(
@@ -64,6 +65,19 @@ def load_target(
     model.load_state_dict(state, assign=True)
     measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
     return model.requires_grad_(False).eval()
+
+
+def check_room(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError when a GPU has no room for a model's weights, most of them in `dtype`."""
+    if device.type != "cuda":
+        return
+    needed, (free, _) = (
+        sum(p.numel() for p in model.parameters()) * dtype.itemsize,
+        torch.cuda.mem_get_info(device),
+    )
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"the model needs {needed:,} bytes in {name}, and {free:,} are free on {device}")
 
 
 def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
