@@ -95,7 +95,7 @@ def create_app(
         for status, why in (
             (429, "Too many requests wait."),
             (500, "The request was begun and failed."),
-            (503, "The engine has died or the server shuts down."),
+            (503, "The engine has failed or the server shuts down."),
         )
     }
 
@@ -186,7 +186,7 @@ def create_app(
         """200 while requests are taken."""
         if engine.healthy and not engine.draining:
             return JSONResponse({"status": "ok"})
-        raise ApiError(503, "the engine has died" if not engine.healthy else "the server is shutting down")
+        raise ApiError(503, "the engine has failed" if not engine.healthy else "the server is shutting down")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:

@@ -16,7 +16,6 @@ from specla.engine.engine import EngineStats
 from specla.engine.llm import LLM
 from specla.engine.params import SamplingParams
 from specla.engine.sequence import RoundTrace, Sequence, TokenLogprobs, one_line
-from specla.engine.session import recover
 from specla.engine.text import TextStream, with_end_tokens
 
 
@@ -25,7 +24,7 @@ class QueueFullError(RuntimeError):
 
 
 class UnavailableError(RuntimeError):
-    """The engine has died, drains or is closed: it takes nothing new."""
+    """The engine has failed, drains or is closed: it takes nothing new."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,18 @@ class AsyncEngine:
         self.max_num_seqs = len(self._engine.pool.length)
         self.capacity = self.max_num_seqs + max_waiting
         self.num_live = 0  # sequences submitted and not yet ended
-        self.failure: BaseException | None = None
         self.draining = False
+        self._broken: BaseException | None = None  # what has ended all that ran
         self._lock = threading.Lock()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tracks: dict[Sequence, _Track] = {}
         self._thread = threading.Thread(target=self._run, name="specla-engine", daemon=True)
         self._thread.start()
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing new is taken, if that is so; after logits that are not finite, what runs goes on."""
+        return self._broken or self._engine.failure
 
     @property
     def healthy(self) -> bool:
@@ -145,14 +149,18 @@ class AsyncEngine:
     def _enter(self, stream: Stream) -> None:
         count = len(stream.jobs)
         with self._lock:
-            if self.failure is not None:
-                raise UnavailableError(f"the engine has died: {one_line(self.failure)}")
+            self._check()
             if self.draining:
                 raise UnavailableError("the server is shutting down")
             if self.num_live + count > self.capacity:
                 raise QueueFullError(f"{self.num_live} sequences run and wait, {self.capacity} is the limit")
             self.num_live += count
             self._commands.put(lambda: self._add(stream))
+
+    def _check(self) -> None:
+        failure = self.failure
+        if failure is not None:
+            raise UnavailableError(f"the engine has failed: {one_line(failure)}")
 
     def _give_back(self, count: int) -> None:
         with self._lock:
@@ -166,16 +174,14 @@ class AsyncEngine:
             try:
                 going = self._obey()
                 if going and self._busy:
-                    changed = engine.step()
-                    recover(engine)
-                    self._deliver(changed)
+                    self._deliver(engine.step())
             except BaseException as error:
                 self._fail(error)
         self._end_all("the server is shutting down")
 
     @property
     def _busy(self) -> bool:
-        return self.failure is None and self._engine.has_work
+        return self._broken is None and self._engine.has_work
 
     def _obey(self) -> bool:
         """Run what was asked for, waiting for it if there is nothing else to do; False at the end."""
@@ -191,8 +197,7 @@ class AsyncEngine:
     def _add(self, stream: Stream) -> None:
         added: list[Sequence] = []
         try:
-            if self.failure is not None:
-                raise UnavailableError(f"the engine has died: {one_line(self.failure)}")
+            self._check()
             for index, job in enumerate(stream.jobs):
                 text = TextStream(self.tokenizer, job.params.stop_strings)
                 params = with_end_tokens(job.params, self.tokenizer)
@@ -227,8 +232,8 @@ class AsyncEngine:
 
     def _fail(self, error: BaseException) -> None:
         """The engine can no longer be trusted."""
-        self.failure = self.failure or error
-        self._end_all(f"the engine has died: {one_line(error)}")
+        self._broken = self._broken or error
+        self._end_all(f"the engine has failed: {one_line(error)}")
 
     def _end_all(self, why: str) -> None:
         for sequence, track in list(self._tracks.items()):

@@ -203,7 +203,9 @@ def test_a_dead_engine_ends_all_streams_and_says_why(model: Path, monkeypatch: p
     run(model, scenario)
 
 
-def test_logits_that_are_not_finite_end_their_own_request_only(model: Path, monkeypatch: pytest.MonkeyPatch):
+def test_logits_that_are_not_finite_end_their_own_request_and_nothing_new_is_taken(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
     job = Job([5], SamplingParams(max_tokens=40, ignore_eos=True))
 
     async def scenario(engine: AsyncEngine) -> None:
@@ -222,8 +224,9 @@ def test_logits_that_are_not_finite_end_their_own_request_only(model: Path, monk
         deltas = await collect(await engine.submit([job, job]))
         ends = sorted(delta.finish_reason for delta in deltas if delta.finish_reason)
         assert ends == ["error", "length"]
-        assert engine.healthy
-        assert (await collect(await engine.submit([job])))[-1].finish_reason == "length"
+        assert not engine.healthy
+        with pytest.raises(UnavailableError, match="not finite"):
+            await engine.submit([job])
 
     run(model, scenario)
 
