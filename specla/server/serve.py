@@ -7,6 +7,7 @@ import asyncio
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import torch
@@ -34,19 +35,9 @@ def serve(args: argparse.Namespace) -> int:
     with listener:
         if args.threads is not None:
             torch.set_num_threads(args.threads)
-        llm = LLM(
-            args.model,
-            args.drafter,
-            speculative_config(args),
-            args.device,
-            args.dtype,
-            args.max_num_seqs,
-            args.seed,
-            args.max_num_batched_tokens,
-            args.prefix_cache_bytes,
-        )
-        for temperature in (0.0, 1.0):
-            llm._engine.prepare(SamplingParams(temperature))
+        # a thread's OpenMP team ends with it; beside that of the engine's thread it would put both to sleep at barriers
+        with ThreadPoolExecutor(1) as loader:
+            llm = loader.submit(_load, args).result()
         engine = AsyncEngine(llm, args.max_waiting)
         try:
             app = create_app(
@@ -77,6 +68,23 @@ def serve(args: argparse.Namespace) -> int:
         finally:
             engine.close()
     return 1 if server.cut_short else 0
+
+
+def _load(args: argparse.Namespace) -> LLM:
+    llm = LLM(
+        args.model,
+        args.drafter,
+        speculative_config(args),
+        args.device,
+        args.dtype,
+        args.max_num_seqs,
+        args.seed,
+        args.max_num_batched_tokens,
+        args.prefix_cache_bytes,
+    )
+    for temperature in (0.0, 1.0):
+        llm._engine.prepare(SamplingParams(temperature))
+    return llm
 
 
 class _Server(uvicorn.Server):
