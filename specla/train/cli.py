@@ -175,7 +175,7 @@ def copy_tokenizer(source: Path, out: Path) -> None:
     """The files of a tokenizer beside the weights that were trained with it."""
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
         if (source / name).exists():
-            shutil.copy(source / name, out / name)
+            shutil.copyfile(source / name, out / name)  # whatever the source's mode
 
 
 def _train_drafter(args: argparse.Namespace) -> int:

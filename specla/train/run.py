@@ -207,10 +207,13 @@ def run_training(
                 append_row(log, row)
                 if progress is not None:
                     share, left = done / training.steps, (training.steps - done) * seconds / (done - start)
-                    if clock.limit and clock.share() > share:
+                    by_clock = clock.limit > 0 and clock.share() > share
+                    if by_clock:
                         share, left = min(1.0, clock.share()), max(0.0, clock.limit - clock.elapsed())
                     told = describe(row) if describe is not None and due else ""
-                    _show(progress, row, share, training.steps, left, told, stays=halt or due or last)
+                    _show(
+                        progress, row, share, training.steps, left, told, stays=halt or due or last, by_clock=by_clock
+                    )  # fmt: skip
         if keep and rank == 0:
             state = {"identity": identity, "step": done, "seconds": clock.elapsed(), "model": _trained(model),
                      "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
@@ -353,11 +356,20 @@ def _restore(
 
 
 def _show(
-    progress: TextIO, row: Row, share: float, steps: int, seconds_left: float, told: str, *, stays: bool
+    progress: TextIO,
+    row: Row,
+    share: float,
+    steps: int,
+    seconds_left: float,
+    told: str,
+    *,
+    stays: bool,
+    by_clock: bool,
 ) -> None:
     """One line of progress; on a terminal, the next one is written over it unless it stays."""
     filled = round(24 * share)
-    line = f"[{'#' * filled}{'.' * (24 - filled)}] {row['step']}/{steps}  loss {row['loss']:.3f}  "
+    of = "" if by_clock else f"/{steps}"
+    line = f"[{'#' * filled}{'.' * (24 - filled)}] {row['step']}{of}  loss {row['loss']:.3f}  "
     line += f"{row['tokens_per_s']:,} tokens/s  {seconds_left / 60:.1f} min left"
     line += f"  {told}" if told else ""
     print(line, end="\r" if progress.isatty() and not stays else "\n", file=progress, flush=True)
