@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     shape = SHAPES[args.shape]
-    args.rows = args.rows or shape.rows
+    args.rows = shape.rows if args.rows is None else args.rows
     for name in ("num_slices", "rows", "accumulate", "rollout_rows", "draft_texts", "per_suite"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
