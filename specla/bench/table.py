@@ -168,6 +168,7 @@ class Table:
             "format": FORMAT,
             "identity": identity,
             "rows": [],
+            "parts": [],
             "curve": [],
         }
         self.plain: dict[str, Any] = {}
@@ -223,7 +224,7 @@ def measure_table(
             curve := measure_curve(target, suites, settings, table, progress=progress, over=over)
         ):
             return False
-    return True
+    return measure_parts(target, network, settings, table, progress=progress, over=over)
 
 
 def measure_curve(
@@ -257,6 +258,38 @@ def measure_curve(
                 [{"drafts": drafts, "rate": rate, "plain_steps": plain_steps, **{k: row[k] for k in kept}}],
             )
             _tell(progress, [row])
+    return True
+
+
+def measure_parts(
+    target: GatedDeltaNet,
+    network: Eagle | None,
+    settings: TableSettings,
+    table: Table,
+    *,
+    progress: TextIO | None = None,
+    over: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Where the time of a greedy round goes, in graphs of its parts: on a GPU, with a trained drafter at work."""
+    if network is None or target.norm.weight.device.type != "cuda":
+        return True
+    from specla.bench.resident import Way as ToldWay, engine_of, time_parts
+
+    for batch in settings.batches:
+        for way in (
+            ToldWay("chain 8", 8, 8, 1, 0.7, True),
+            ToldWay("tree 16", 15, settings.tree_steps, settings.topk, 0.7, True),
+        ):
+            if table.has("parts", batch=batch, way=way.name):
+                continue
+            if over():
+                return False
+            engine = engine_of(target, network, way, batch, settings.seed)
+            parts = time_parts(engine, way.drafts or 0)
+            table.add("parts", [{"batch": batch, "way": way.name, "ms": parts}])
+            if progress is not None:
+                told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in parts.items())
+                print(f"B={batch:<3} {way.name}: {told}", file=progress, flush=True)
     return True
 
 
