@@ -124,6 +124,11 @@ def _run(args: argparse.Namespace) -> int:
         _plan(args, machine, todo)
         return 0
     in_group = "LOCAL_RANK" in os.environ
+    if not in_group:  # the last stage's lack of anything is no news for the end of the first
+        stages.check_inputs(args, todo)
+        for stage in todo:
+            if not stages.is_done(stage, args):
+                _needs(args, machine, stage, told=False)
     for stage in todo:
         if stages.is_done(stage, args):
             if not in_group or ranks()[0] == 0:
@@ -193,6 +198,7 @@ def _spawn(args: argparse.Namespace, stage: str, processes: int) -> int:
         left = args.command_minutes - (time.monotonic() - args.began) / 60
         command += ["--command-minutes", f"{max(left, 0.0):.3f}"]
     threads = str(max(1, (os.cpu_count() or 1) // processes))
+    (args.work / stages.PAUSED).unlink(missing_ok=True)
     done = subprocess.run(command, env={"OMP_NUM_THREADS": threads} | os.environ, check=False)
     # torchrun hides the status of what it ran: whether there is a result says it
     if done.returncode and processes > 1 and (args.work / stages.PAUSED).exists():

@@ -178,6 +178,13 @@ def test_a_stage_names_what_it_lacks(home: Path, tmp_path: Path, capsys: pytest.
         assert told in capsys.readouterr().err
     assert recipe.main(["tokens", "--work", str(tmp_path), *SHORT]) == 2
     assert "tokens needs --slices" in capsys.readouterr().err
+    late = [
+        ("--prompts", str(tmp_path / "none.jsonl"), "cannot be read"),
+        ("--drafter-minutes", "0.00001", "little time"),
+    ]
+    for flag, value, told in late:  # nothing starts that could not end
+        assert recipe.main(given(home, tmp_path, "all", flag, value)) == 2
+        assert told in capsys.readouterr().err and not (tmp_path / "tokens").exists()
 
 
 def test_the_plan_of_the_real_shape_knows_its_size_and_limits(
