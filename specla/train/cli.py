@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import fields
@@ -48,7 +49,10 @@ def _add_tokenizer(kinds: Any) -> None:
 def _add_target(kinds: Any) -> None:
     from specla.train.target import TargetTraining
 
-    p = kinds.add_parser("target", help="a Gated DeltaNet from scratch; the default shape is specla-mini's")
+    p = kinds.add_parser(
+        "target",
+        help="a Gated DeltaNet from scratch; the default shape is specla-mini's; with torchrun, on several GPUs",
+    )
     p.add_argument("--tokenizer", required=True, metavar="DIR")
     _add_run(p, "bits per byte", "checkpoint")
     for name, value in MINI.items():
@@ -131,15 +135,12 @@ def _train_tokenizer(args: argparse.Namespace) -> int:
 
 
 def _train_target(args: argparse.Namespace) -> int:
-    import shutil
-
     from specla.engine.llm import resolve_device
     from specla.models.config import GatedDeltaNetConfig
     from specla.tokenizer import load_tokenizer
-    from specla.train.run import RESUMABLE
+    from specla.train.run import RESUMABLE, process_group, ranks
     from specla.train.target import TargetTraining, train_target
 
-    device = resolve_device(args.device)
     tokenizer = load_tokenizer(args.tokenizer)
     out = Path(args.out)
     config = GatedDeltaNetConfig(
@@ -147,26 +148,34 @@ def _train_target(args: argparse.Namespace) -> int:
         eos_token_id=tokenizer.eos_token_id, **{name: getattr(args, name) for name in MINI},
     )  # fmt: skip
     training = TargetTraining(**_given_fields(args, TargetTraining))
-    data, valid = _read_data(args, tokenizer)
-    print(f"{data.epoch_tokens(args.seed):,} tokens an epoch, {training.steps} steps of "
-          f"{training.batch_size} x {training.seq_len} on {device}", file=sys.stderr)  # fmt: skip
-    model = train_target(
-        config,
-        training,
-        data,
-        valid,
-        out,
-        device=device,
-        resume=args.resume,
-        progress=sys.stderr,
-        stop=_stop(args),
-    )
-    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
-        if (Path(args.tokenizer) / name).exists():
-            shutil.copy(Path(args.tokenizer) / name, out / name)
-    finished = not (out / RESUMABLE).exists()  # weights that stand there may be an older run's
-    _tell(out, model, finished)
+    with process_group(resolve_device(args.device)) as device:
+        data, valid = _read_data(args, tokenizer)
+        if ranks()[0] == 0:
+            print(f"{data.epoch_tokens(args.seed):,} tokens an epoch, {training.steps} steps of "
+                  f"{training.batch_size} x {training.seq_len} on {device}", file=sys.stderr)  # fmt: skip
+        model = train_target(
+            config,
+            training,
+            data,
+            valid,
+            out,
+            device=device,
+            resume=args.resume,
+            progress=sys.stderr,
+            stop=_stop(args),
+        )
+        if ranks()[0] == 0:
+            copy_tokenizer(Path(args.tokenizer), out)
+            finished = not (out / RESUMABLE).exists()  # weights that stand there may be an older run's
+            _tell(out, model, finished)
     return 0
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """The files of a tokenizer beside the weights that were trained with it."""
+    for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json"):
+        if (source / name).exists():
+            shutil.copyfile(source / name, out / name)  # whatever the source's mode
 
 
 def _train_drafter(args: argparse.Namespace) -> int:

@@ -35,7 +35,8 @@ class DrafterTraining(Training):
 
     Args:
         rows: texts that the target writes at a time, and has in memory together; passes: over each of them.
-        corpus_share: share of the texts that are the corpus's own; the others go on from prompts cut out of it.
+        corpus_share: share of the texts that are the corpus's own; the others go on from prompts cut out of it. At 1,
+            with features "parallel", nothing is written and the corpus may be what the target wrote before.
         shortest_prompt, longest_prompt: tokens of such prompts.
         greedy_share: share of the target's texts that are its likeliest; the others are drawn at `temperature`.
         features: "recurrent", from the execution that verification runs, token by token; "parallel", from one pass over
@@ -102,7 +103,9 @@ class SelfText:
                 f"batch_size and rows must be multiples of the number of processes {self.world}, got "
                 f"{training.batch_size} and {training.rows}"
             )
-        self.recorder = Recorder(target, layer_ids, training.rows // self.world, training.length)
+        self.recorder: Recorder | None = None
+        if training.corpus_share < 1 or training.features == "recurrent":
+            self.recorder = Recorder(target, layer_ids, training.rows // self.world, training.length)
         self._shard: tuple[int, Rollouts] | None = None
 
     def shard(self, number: int) -> Rollouts:
@@ -120,14 +123,23 @@ class SelfText:
         shard = self.shard(number)
         order = np.random.default_rng([training.seed, number, lap]).permutation(len(shard.tokens))
         mine = torch.from_numpy(order[within * size : (within + 1) * size]).to(shard.tokens.device)
-        if training.features == "parallel":
+        if training.features == "parallel" and self.recorder is not None:
             return read_in_parallel(self.target, self.layer_ids, shard.tokens[mine])
         return Batch(shard.tokens[mine], shard.features[mine], shard.hidden[mine])
+
+    def usual_tokens(self) -> Tensor:
+        """Texts of this rank from which to choose a draft vocabulary: all that there are, or the first shard."""
+        if self.recorder is not None:
+            return self.shard(0).tokens
+        every = torch.from_numpy(self.data.tokens[self.rank :: self.world].astype(np.int64))
+        return every.to(self.target.norm.weight.device)
 
     def _record(self, number: int) -> Rollouts:
         training = self.training
         device = self.target.norm.weight.device
         tokens = self.data.batch(number, training.rows, training.length, seed=training.seed)
+        if self.recorder is None:
+            return self._read(tokens[self.rank :: self.world].to(device))
         chance = np.random.default_rng([training.seed, number])
         given = chance.integers(training.shortest_prompt, training.longest_prompt + 1, training.rows)
         given[chance.random(training.rows) < training.corpus_share] = training.length + 1
@@ -138,6 +150,28 @@ class SelfText:
             tokens[mine].to(device), torch.from_numpy(given[mine]).to(device),
             torch.from_numpy(heat[mine]).float().to(device), torch.from_numpy(seeds[mine]).to(device),
         )  # fmt: skip
+
+    def _read(self, tokens: Tensor) -> Rollouts:
+        """What the target makes of finished texts, some of them at a time."""
+        target, size = self.target, self.training.batch_size // self.world
+        on_gpu = tokens.is_cuda
+        if on_gpu:
+            target.set_compute_dtype(torch.bfloat16)  # many rows, whose bits nobody compares
+        kept: Batch | None = None
+        for first in range(0, len(tokens), size):
+            part = read_in_parallel(target, self.layer_ids, tokens[first : first + size])
+            if kept is None:
+                dtype = torch.bfloat16 if on_gpu else part.hidden.dtype
+                sizes = (len(tokens), *part.hidden.shape[1:-1])
+                kept = Batch(
+                    tokens,
+                    *(part[n].new_empty(*sizes, part[n].shape[-1], dtype=dtype) for n in (1, 2)),
+                )
+            for whole, piece in zip(kept[1:], part[1:], strict=True):
+                whole[first : first + size] = piece
+        target.set_compute_dtype(None)
+        assert kept is not None
+        return Rollouts(*kept)
 
 
 def train_drafter(
@@ -181,7 +215,7 @@ def train_drafter(
             f"{training.rows} x {training.length}"
         )
     source = SelfText(target, config.layer_ids, data, training)
-    token_ids = frequent_tokens(source.shard(0).tokens, config.vocab_size, config.draft_vocab_size)
+    token_ids = frequent_tokens(source.usual_tokens(), config.vocab_size, config.draft_vocab_size)
     network = new_network(target, config, token_ids, training.seed)
     head = network.lm_head.weight.detach().clone()
     draft_ids = torch.full((config.vocab_size,), -1, device=device)

@@ -26,6 +26,7 @@ from specla.models.loader import replace_file
 from specla.train.files import append_row, cut_log, load_checkpoint
 
 RESUMABLE, LOG = "training.pt", "log.jsonl"
+_KEEP, _LAST, _HALT = 1, 2, 4  # what rank 0 decides after a step
 
 Row = dict[str, Any]
 
@@ -36,9 +37,16 @@ class Training:
 
     Muon steps the matrices, AdamW the rest (`make_optimizers`). The learning rates warm up, hold, and fall linearly to
     zero over the last part of the run.
+
+    Args:
+        clock_seconds: the run lasts so long, pauses aside, and the learning rates follow the clock; `steps` at most.
+            0: `steps` it is.
+        checkpoint_seconds: a checkpoint also after so many seconds without one; 0: never.
     """
 
     steps: int = 1000
+    clock_seconds: float = 0.0
+    checkpoint_seconds: float = 0.0
     learning_rate: float = 4e-3  # of the matrices; embeddings and vectors take `vector_rate`
     vector_rate: float = 3e-3
     weight_decay: float = 0.1
@@ -54,6 +62,8 @@ class Training:
         self.need_at_least_one("steps", "eval_every", "checkpoint_every", "log_every")
         if not 0 <= self.warmup + self.decay <= 1 or min(self.warmup, self.decay) < 0:
             raise ValueError("warmup and decay are shares of the run, together at most 1")
+        if min(self.clock_seconds, self.checkpoint_seconds) < 0:
+            raise ValueError("clock_seconds and checkpoint_seconds must be at least 0")
 
     def need_at_least_one(self, *names: str) -> None:
         for name in names:
@@ -65,6 +75,13 @@ class Training:
         rise = max(1, round(self.warmup * self.steps))
         fall = max(1, round(self.decay * self.steps))
         return min(1.0, (step + 1) / rise, (self.steps - step) / fall)
+
+    def rate_by_clock(self, share: float) -> float:
+        """Factor on the learning rates when this share of the run's time is over."""
+        share = min(share, 1.0)
+        rise = share / self.warmup if self.warmup else 1.0
+        fall = (1 - share) / self.decay if self.decay else 1.0
+        return min(1.0, rise, fall)
 
 
 def make_optimizers(model: nn.Module, training: Training) -> list[torch.optim.Optimizer]:
@@ -113,6 +130,7 @@ def run_training(
     resume: bool = False,
     progress: TextIO | None = None,
     stop: Callable[[int], bool] | None = None,
+    now: Callable[[], float] = time.perf_counter,
 ) -> bool:
     """Train to the end and `save`, True; or until `stop` says so, False.
 
@@ -130,6 +148,7 @@ def run_training(
         measure: called on every rank, which may share the work; what rank 0 returns is logged.
         describe: a few words about a row with measurements, for its line of progress.
         stop: asked on rank 0 after each step how many are done; True ends the run with a resumable checkpoint.
+        now: seconds; rank 0's count.
 
     Raises:
         ValueError: when the checkpoint to resume is of another run.
@@ -138,7 +157,7 @@ def run_training(
     """
     rank, world = ranks()
     saved, log = out / RESUMABLE, out / LOG
-    start = _restore(saved, identity, model, optimizers) if resume and saved.exists() else 0
+    start, spent = _restore(saved, identity, model, optimizers) if resume and saved.exists() else (0, 0.0)
     if _of_first(start) != start:
         raise ValueError(f"rank {rank} resumes at step {start}, rank 0 elsewhere: {out} must be one for all")
     if world > 1:
@@ -147,26 +166,39 @@ def run_training(
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
         cut_log(log, start)
-    began, halt = time.perf_counter(), False
+    device = next(model.parameters()).device
+    clock = _Clock(training.clock_seconds, spent, now, device)
+    kept_at, halt = clock.elapsed(), False
     for step in range(start, training.steps):
+        rate = training.rate(step)
+        if clock.limit:
+            rate = training.rate_by_clock(_of_first(round(clock.share() * 1e9)) / 1e9)
         scalars = gradients(step)
         if world > 1:
             _average_gradients(model)
         norm = nn.utils.clip_grad_norm_(model.parameters(), training.max_grad_norm)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["base_lr"] * training.rate(step)
+                group["lr"] = group["base_lr"] * rate
             optimizer.step()
         done = step + 1
-        last = done == training.steps
-        halt = bool(_of_first(rank == 0 and stop is not None and stop(done)))
-        keep = halt or done % training.checkpoint_every == 0
+        clock.keep_pace()
+        decision = 0
+        if rank == 0:
+            stale = 0 < training.checkpoint_seconds <= clock.elapsed() - kept_at
+            ending = done == training.steps or clock.ends(done - start)
+            halting = not ending and stop is not None and stop(done)
+            decision = _KEEP * stale + _LAST * ending + _HALT * halting
+        decision = _of_first(decision)
+        last, halt = bool(decision & _LAST), bool(decision & _HALT)
+        keep = halt or bool(decision & _KEEP) or done % training.checkpoint_every == 0
         due = measure is not None and (last or done % training.eval_every == 0)
         tell = halt or due or last or done % training.log_every == 0
         if tell or keep:
-            seconds = time.perf_counter() - began
-            row = {"step": done, **_averaged(scalars), "grad_norm": float(norm), "lr": training.rate(step),
-                   "tokens_per_s": round((done - start) * tokens_per_step / seconds)}  # fmt: skip
+            numbers = _averaged(scalars)  # waits for the device
+            seconds = clock.elapsed() - spent
+            row = {"step": done, **numbers, "grad_norm": float(norm), "lr": rate,
+                   "tokens_per_s": round((done - start) * tokens_per_step / max(seconds, 1e-9))}  # fmt: skip
             if not math.isfinite(row["loss"]):
                 raise FloatingPointError(f"the loss is {row['loss']} at step {done}: lower the learning rate")
             if measure is not None and due:
@@ -174,20 +206,55 @@ def run_training(
             if tell and rank == 0:
                 append_row(log, row)
                 if progress is not None:
-                    left = (training.steps - done) * (time.perf_counter() - began) / (done - start)
+                    share, left = done / training.steps, (training.steps - done) * seconds / (done - start)
+                    by_clock = clock.limit > 0 and clock.share() > share
+                    if by_clock:
+                        share, left = min(1.0, clock.share()), max(0.0, clock.limit - clock.elapsed())
                     told = describe(row) if describe is not None and due else ""
-                    _show(progress, row, training.steps, left, told, stays=halt or due or last)
+                    _show(
+                        progress, row, share, training.steps, left, told, stays=halt or due or last, by_clock=by_clock
+                    )  # fmt: skip
         if keep and rank == 0:
-            state = {"identity": identity, "step": done, "model": _trained(model),
+            state = {"identity": identity, "step": done, "seconds": clock.elapsed(), "model": _trained(model),
                      "optimizers": [optimizer.state_dict() for optimizer in optimizers]}  # fmt: skip
             replace_file(saved, partial(torch.save, state))
-        if halt:
+            kept_at = clock.elapsed()
+        if halt or last:
             break
     if rank == 0 and not halt:
         save()
         saved.unlink(missing_ok=True)
     _of_first(1)  # the others return when the files are there
     return not halt
+
+
+class _Clock:
+    """Seconds that a run has taken, those before it was resumed included, and whether they are over."""
+
+    def __init__(self, limit: float, spent: float, now: Callable[[], float], device: torch.device):
+        self.limit, self.spent, self.now = limit, spent, now
+        self.began = now()
+        self._paced = limit > 0 and device.type == "cuda"
+        self._step: torch.cuda.Event | None = None
+
+    def elapsed(self) -> float:
+        return self.spent + self.now() - self.began
+
+    def share(self) -> float:
+        return self.elapsed() / self.limit
+
+    def ends(self, steps: int) -> bool:
+        """Whether the next step, as long as the `steps` until now, would end too late."""
+        elapsed = self.elapsed()
+        return self.limit > 0 and elapsed + (elapsed - self.spent) / steps > self.limit
+
+    def keep_pace(self) -> None:
+        """Wait for the step before, so that the host reads the clock when the device is about as far."""
+        if self._paced:
+            before, self._step = self._step, torch.cuda.Event()
+            self._step.record()
+            if before is not None:
+                before.synchronize()
 
 
 @contextmanager
@@ -277,22 +344,32 @@ def _trained(model: nn.Module) -> dict[str, Tensor]:
 
 def _restore(
     path: Path, identity: dict[str, Any], model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> int:
-    """Load a checkpoint and return its step."""
+) -> tuple[int, float]:
+    """Load a checkpoint and return its step and the seconds that the run had taken."""
     state = load_checkpoint(path, identity)
     if state["model"].keys() != _trained(model).keys():
         raise ValueError(f"{path} holds other parameters than this run trains; train into another directory")
     model.load_state_dict(state["model"], strict=False)  # the frozen ones are not in it
     for optimizer, kept in zip(optimizers, state["optimizers"], strict=True):
         optimizer.load_state_dict(kept)
-    step: int = state["step"]
-    return step
+    return state["step"], state["seconds"]
 
 
-def _show(progress: TextIO, row: Row, steps: int, seconds_left: float, told: str, *, stays: bool) -> None:
+def _show(
+    progress: TextIO,
+    row: Row,
+    share: float,
+    steps: int,
+    seconds_left: float,
+    told: str,
+    *,
+    stays: bool,
+    by_clock: bool,
+) -> None:
     """One line of progress; on a terminal, the next one is written over it unless it stays."""
-    filled = round(24 * row["step"] / steps)
-    line = f"[{'#' * filled}{'.' * (24 - filled)}] {row['step']}/{steps}  loss {row['loss']:.3f}  "
+    filled = round(24 * share)
+    of = "" if by_clock else f"/{steps}"
+    line = f"[{'#' * filled}{'.' * (24 - filled)}] {row['step']}{of}  loss {row['loss']:.3f}  "
     line += f"{row['tokens_per_s']:,} tokens/s  {seconds_left / 60:.1f} min left"
     line += f"  {told}" if told else ""
     print(line, end="\r" if progress.isatty() and not stays else "\n", file=progress, flush=True)

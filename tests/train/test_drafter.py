@@ -79,9 +79,9 @@ def test_the_loss_falls_and_the_drafter_loads(data, tmp_path: Path, mixer: str) 
     assert not (tmp_path / "training.pt").exists()
 
 
-@pytest.mark.parametrize("features", ["recurrent", "parallel"])
-def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path: Path, features: str) -> None:
-    training = replace(TRAINING, features=features)
+@pytest.mark.parametrize("features, share", [("recurrent", 0.1), ("parallel", 0.1), ("parallel", 1.0)])
+def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path: Path, features: str, share: float) -> None:
+    training = replace(TRAINING, features=features, corpus_share=share)
     whole, _ = run(data, tmp_path / "whole", training)
     _, finished = run(data, tmp_path / "cut", training, stop=lambda step: step == 7)
     assert not finished and not (tmp_path / "cut" / "model.safetensors").exists()
@@ -141,6 +141,16 @@ def test_texts_are_the_targets_own_but_for_the_corpus_share(data) -> None:
     assert torch.equal(wanted[:, greedy.longest_prompt :], own[:, greedy.longest_prompt :])
     corpus = SelfText(target, (0, 1, 2), train, replace(TRAINING, corpus_share=1.0)).shard(3)
     assert torch.equal(corpus.tokens, train.batch(3, TRAINING.rows, TRAINING.length, seed=TRAINING.seed))
+
+
+def test_finished_texts_are_read_as_they_would_be_recorded(data) -> None:
+    target, train, _ = data
+    recorded = SelfText(target, (0, 2), train, replace(TRAINING, corpus_share=1.0))
+    read = SelfText(target, (0, 2), train, replace(TRAINING, corpus_share=1.0, features="parallel"))
+    assert read.recorder is None and recorded.recorder is not None
+    for a, b in zip(vars(read.shard(1)).values(), vars(recorded.shard(1)).values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert torch.equal(read.usual_tokens(), torch.from_numpy(train.tokens.astype("int64")))
 
 
 def test_the_draft_vocabulary_is_what_occurs_most() -> None:

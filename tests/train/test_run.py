@@ -67,6 +67,68 @@ def test_the_rate_rises_holds_and_falls() -> None:
     assert Training(steps=3, warmup=0.0, decay=0.0).rate(2) == 1
 
 
+def test_the_rate_follows_the_clock() -> None:
+    training = Training(warmup=0.1, decay=0.2, clock_seconds=100)
+    shares = (0.0, 0.05, 0.1, 0.8, 0.9, 1.0, 1.3)
+    assert [training.rate_by_clock(share) for share in shares] == pytest.approx([0, 0.5, 1, 1, 0.5, 0, 0])
+    assert Training(warmup=0.0, decay=0.0).rate_by_clock(0.5) == 1
+
+
+class Ticks:
+    """A clock on which every step takes as long as it is told, and pauses between runs take no time."""
+
+    def __init__(self, *seconds: float):
+        self.seconds, self.at, self.model = seconds, 0.0, Toy()
+
+    def train(self, out: Path, training: Training, **options: Any) -> bool:
+        def gradients(step: int) -> dict[str, Tensor]:
+            self.at += self.seconds[step % len(self.seconds)]
+            tokens = torch.randint(11, (8,), generator=torch.Generator().manual_seed(step))
+            self.model.zero_grad()
+            loss = nn.functional.cross_entropy(self.model(tokens), (tokens * 3 + 1) % 11)
+            loss.backward()
+            return {"loss": loss.detach()}
+
+        return train(self.model, out, training, gradients=gradients, now=lambda: self.at, **options)
+
+
+def test_a_run_by_the_clock_ends_on_time_with_its_rate_at_the_end(tmp_path: Path) -> None:
+    training = Training(steps=10**6, clock_seconds=60, warmup=0.1, decay=0.4, log_every=1, eval_every=10**6)
+    clock = Ticks(1.5, 2.5)
+    assert clock.train(tmp_path, training)
+    log = rows(tmp_path)
+    assert 56 <= clock.at <= 60
+    rates = [row["lr"] for row in log]
+    assert max(rates) == 1 and rates[-1] < 0.15 and rates[0] < 0.1
+    assert (tmp_path / "weights.pt").exists() and not (tmp_path / "training.pt").exists()
+
+
+def test_a_stopped_run_by_the_clock_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    training = Training(steps=10**6, clock_seconds=20, log_every=3)
+    whole, cut = Ticks(1.0), Ticks(1.0)
+    assert whole.train(tmp_path / "whole", training)
+    assert not cut.train(tmp_path / "cut", training, stop=lambda done: done == 7)
+    cut.at, cut.model = 1000.0, Toy(seed=1)  # what lies between does not count
+    cut.model.shared.data.copy_(whole.model.shared)
+    assert cut.train(tmp_path / "cut", training, resume=True)
+    assert same(whole.model, cut.model)
+    assert rows(tmp_path / "whole")[-1]["step"] == rows(tmp_path / "cut")[-1]["step"] == 20
+
+
+def test_checkpoints_may_follow_the_clock(tmp_path: Path) -> None:
+    training = Training(steps=9, checkpoint_every=10**6, checkpoint_seconds=2.5)
+    kept = []
+
+    def look(done: int) -> bool:
+        kept.append(
+            torch.load(tmp_path / "training.pt")["step"] if (tmp_path / "training.pt").exists() else 0
+        )
+        return False
+
+    Ticks(1.0).train(tmp_path, training, stop=look)
+    assert kept == [0, 0, 0, 3, 3, 3, 6, 6]
+
+
 def test_each_parameter_is_stepped_once_and_frozen_ones_never() -> None:
     model = Toy()
     muon, adam = make_optimizers(model, TRAINING)

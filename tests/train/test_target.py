@@ -78,6 +78,18 @@ def test_a_killed_run_goes_on_bit_for_bit(data, tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path / "cut")] == [4, 8, 12, 13, 16, 20, 24]
 
 
+@pytest.mark.parametrize("changed", [{"accumulate": 2}, {"recompute": 1}, {"accumulate": 4, "recompute": 2}])
+def test_what_saves_memory_changes_little_but_the_memory(data, tmp_path: Path, changed: dict) -> None:
+    config, train, _ = data
+    short = {**TRAINING.__dict__, "steps": 6}
+    plain = train_target(config, TargetTraining(**short), train, None, tmp_path / "plain")
+    other = train_target(config, TargetTraining(**short | changed), train, None, tmp_path / "other")
+    for a, b in zip(plain.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert rows(tmp_path / "plain")[0]["loss"] == pytest.approx(rows(tmp_path / "other")[0]["loss"], rel=1e-5)
+    assert "forward" not in vars(other.layers[0])
+
+
 def test_what_a_killed_run_logged_after_its_checkpoint_is_dropped(data, tmp_path: Path) -> None:
     config, train, _ = data
 
@@ -171,7 +183,27 @@ def test_the_command_trains_and_names_its_mistakes(corpus: Path, tmp_path: Path,
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"warmup": 0.9, "decay": 0.5}, {"batch_size": -1}])
+def test_a_batch_that_cannot_be_shared_evenly_is_refused(data, tmp_path: Path) -> None:
+    config, train, _ = data
+    uneven = TargetTraining(**TRAINING.__dict__ | {"accumulate": 3})
+    with pytest.raises(
+        ValueError, match="batch_size must be a multiple of processes x accumulate = 1 x 3, got 4"
+    ):
+        train_target(config, uneven, train, None, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"steps": 0},
+        {"warmup": 0.9, "decay": 0.5},
+        {"batch_size": -1},
+        {"clock_seconds": -1.0},
+        {"accumulate": 0},
+        {"recompute": -1},
+        {"compile": "some"},
+    ],
+)
 def test_settings_that_make_no_sense_are_refused(bad: dict) -> None:
     with pytest.raises(ValueError):
         TargetTraining(**bad)
