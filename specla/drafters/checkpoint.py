@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.config import MODEL_TYPE
+from specla.models.language_model import LanguageModel, ModelConfig
 from specla.models.loader import SINGLE, read_raw_config, read_weights, replace_file
 
 ALGORITHM, SPECULATORS_VERSION = "eagle3", "0.9.0"
@@ -30,7 +30,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 LONGEST_TEXT = 32768  # transformers' default; rotary positions have no limit
 
 
-def load_drafter(directory: str | Path, target: GatedDeltaNet) -> Eagle:
+def load_drafter(directory: str | Path, target: LanguageModel) -> Eagle:
     """Load a drafter for `target`, on its device and in its dtypes.
 
     Reads what speculators writes (eagle3), what SpecForge writes (LlamaForCausalLMEagle3) and what `save_drafter`
@@ -130,7 +130,7 @@ def _is_specforge(raw: dict[str, Any]) -> bool:
     return False
 
 
-def _speculators(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
+def _speculators(raw: dict[str, Any], target: ModelConfig) -> EagleConfig:
     joint, each = (_flag(raw, name) for name in ("norm_before_fc", "fc_norm"))
     if joint and each:
         raise ValueError("norm_before_fc and fc_norm exclude each other")
@@ -144,7 +144,7 @@ def _speculators(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfi
     )
 
 
-def _specforge(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
+def _specforge(raw: dict[str, Any], target: ModelConfig) -> EagleConfig:
     for name in ("norm_output", "norm_before_residual", "norm_before_fc"):
         if raw.get(name) is not None:
             raise ValueError(
@@ -162,7 +162,7 @@ def _specforge(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
     )
 
 
-def _shared(raw: dict[str, Any], layer: dict[str, Any], target: GatedDeltaNetConfig) -> dict[str, Any]:
+def _shared(raw: dict[str, Any], layer: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
     """The fields of a drafter that both forms write alike, `layer` being the configuration of its decoder layer."""
     kind = layer.get("model_type")
     if kind not in LAYERS:
@@ -257,7 +257,7 @@ def _token_ids(config: EagleConfig, d2t: Tensor | None, t2d: Tensor | None) -> T
 
 
 def _join(
-    weights: dict[str, Tensor], sources: dict[str, list[str]], target: GatedDeltaNet
+    weights: dict[str, Tensor], sources: dict[str, list[str]], target: LanguageModel
 ) -> dict[str, Tensor]:
     """Our parameters out of the stored ones: copies, as weights must not change when their file does."""
     exact, matrices = target.norm.weight, target.embeddings.weight

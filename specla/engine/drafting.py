@@ -8,7 +8,7 @@ from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, No
 from specla.drafters.checkpoint import load_drafter
 from specla.drafters.network import Eagle
 from specla.engine.params import DRAFTERS, SpeculativeConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.layers import quantize_linears
 from specla.models.loader import measure_products
 
@@ -49,7 +49,7 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
-def load_network(drafter: str | Path, target: GatedDeltaNet) -> str | Eagle:
+def load_network(drafter: str | Path, target: LanguageModel) -> str | Eagle:
     """The network of a directory, ready to draft; a name stays one."""
     if isinstance(drafter, str):
         return drafter

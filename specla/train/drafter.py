@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specla.drafters.checkpoint import save_drafter
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.layers import set_compute_dtype
 from specla.models.target import Tap
 from specla.train.data import TokenDataset
@@ -93,7 +93,7 @@ class SelfText:
     """
 
     def __init__(
-        self, target: GatedDeltaNet, layer_ids: tuple[int, ...], data: TokenDataset, training: DrafterTraining
+        self, target: LanguageModel, layer_ids: tuple[int, ...], data: TokenDataset, training: DrafterTraining
     ):
         self.target, self.layer_ids, self.data, self.training = target, layer_ids, data, training
         self.rank, self.world = ranks()
@@ -141,7 +141,7 @@ class SelfText:
 
 
 def train_drafter(
-    target: GatedDeltaNet,
+    target: LanguageModel,
     shape: dict[str, Any],
     training: DrafterTraining,
     data: TokenDataset,
@@ -215,7 +215,7 @@ def train_drafter(
     return network.eval(), finished
 
 
-def new_network(target: GatedDeltaNet, config: EagleConfig, token_ids: Tensor, seed: int) -> Eagle:
+def new_network(target: LanguageModel, config: EagleConfig, token_ids: Tensor, seed: int) -> Eagle:
     """A fresh drafter on the target's device, in float32, with the target's embeddings and head, which stay."""
     device = target.norm.weight.device
     network = Eagle(config)
@@ -233,7 +233,7 @@ def new_network(target: GatedDeltaNet, config: EagleConfig, token_ids: Tensor, s
     return network
 
 
-def fingerprint(target: GatedDeltaNet) -> str:
+def fingerprint(target: LanguageModel) -> str:
     """What tells one target from another: a hash of its embeddings and last norm."""
     digest = hashlib.sha256()
     for weight in (target.embeddings.weight, target.norm.weight):
@@ -244,7 +244,7 @@ def fingerprint(target: GatedDeltaNet) -> str:
 class HeldOut:
     """Greedy texts of the target from held-out prompts, and how a chain of drafts fares on them."""
 
-    def __init__(self, target: GatedDeltaNet, network: Eagle, valid: TokenDataset, training: DrafterTraining):
+    def __init__(self, target: LanguageModel, network: Eagle, valid: TokenDataset, training: DrafterTraining):
         rows, device = training.eval_rows, target.norm.weight.device
         length = training.longest_prompt + NEW_TOKENS + CHAIN
         self.network, self.training = network, training
@@ -270,7 +270,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def read_in_parallel(target: GatedDeltaNet, layer_ids: tuple[int, ...], tokens: Tensor) -> Batch:
+def read_in_parallel(target: LanguageModel, layer_ids: tuple[int, ...], tokens: Tensor) -> Batch:
     """What the target makes of whole texts in one pass, chunk by chunk."""
     features: list[Tensor] = []
     hidden = target(tokens[:, :-1], tap=Tap(layer_ids, features.append))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specla.models import gated_deltanet, past
+from specla.models import language_model, past
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops import chunk
 from specla.state import StatePool
@@ -82,7 +82,7 @@ def test_the_stretch_length_bounds_memory_and_changes_nothing(monkeypatch: pytes
     target = make_target("plain", torch.float64)
     text = prompt(900)
     whole = committed(prefilled(target, [text]), 0)
-    monkeypatch.setattr(gated_deltanet, "PREFILL_CHUNK", 96)
+    monkeypatch.setattr(language_model, "PREFILL_CHUNK", 96)
     largest = Largest()
     with largest:
         pool = prefilled(target, [text])
@@ -155,7 +155,7 @@ def test_a_prompt_read_by_kernels_leaves_the_same_state(
     assert not chunk.takes(want.layers[0].state, None)  # on a CPU plain torch reads
     monkeypatch.setattr(past, "takes_prompt", lambda *args: True)
     monkeypatch.setattr(past, "launch_prompt", launched)
-    monkeypatch.setattr(gated_deltanet, "PREFILL_CHUNK", 40)
+    monkeypatch.setattr(language_model, "PREFILL_CHUNK", 40)
     got = prefilled(target, [text])
     assert reads == 2 * target.config.num_hidden_layers
     assert distance(committed(got, 0), committed(want, 0)) < 1e-4
