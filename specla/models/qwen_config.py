@@ -141,9 +141,10 @@ class QwenConfig:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> QwenConfig:
         """Read a `config.json`, of a checkpoint with images its text part."""
-        text, kind = raw, raw.get("model_type")
+        text: Any = raw
+        kind = raw.get("model_type")
         if kind in WITH_IMAGES:
-            text, kind = raw.get("text_config") or {}, WITH_IMAGES[kind]
+            text, kind = raw.get("text_config"), WITH_IMAGES[kind]
             if not isinstance(text, Mapping) or text.get("model_type", kind) != kind:
                 raise ValueError(f"config.json: text_config must be an object of model_type {kind}")
         for part in (raw, text):
