@@ -62,6 +62,15 @@ def load_target(
         raise ValueError(
             f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {embeddings}"
         )
+    model.load_state_dict(join_weights(sources, weights, device, work), assign=True)
+    measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
+    return model.requires_grad_(False).eval()
+
+
+def join_weights(
+    sources: Mapping[str, Source], weights: dict[str, Tensor], device: torch.device, work: torch.dtype
+) -> dict[str, Tensor]:
+    """Our parameters out of the stored ones, which are used up; matrices in `work`."""
     exact = torch.float64 if work == torch.float64 else torch.float32
     state = {}
     for name, source in sources.items():
@@ -69,9 +78,7 @@ def load_target(
         is_matrix = joined.dim() > 1 and not name.endswith("conv_weight")
         # joined is a copy: weights must not change when their file does
         state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
-    model.load_state_dict(state, assign=True)
-    measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
-    return model.requires_grad_(False).eval()
+    return state
 
 
 def _fla_sources(model: GatedDeltaNet) -> dict[str, Source]:

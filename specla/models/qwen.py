@@ -19,12 +19,13 @@ class Qwen(LanguageModel):
     config: QwenConfig
 
     def __init__(self, config: QwenConfig):
-        super().__init__(config, [_block(config, i) for i in range(config.num_hidden_layers)])
+        super().__init__(config, [block(config, i, kind) for i, kind in enumerate(config.layer_types)])
 
 
-def _block(config: QwenConfig, layer: int) -> Block:
+def block(config: QwenConfig, layer: int, kind: str) -> Block:
+    """A layer, recurrent or with attention; its number says whether it has experts."""
     mixer: DeltaMixer | AttentionMixer
-    if config.layer_types[layer] == LINEAR:
+    if kind == LINEAR:
         mixer = DeltaMixer(config.delta(), layer)
     else:
         mixer = AttentionMixer(

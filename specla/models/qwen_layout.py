@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from specla.models.qwen_config import LINEAR, NEXT, QwenConfig
+from specla.models.qwen_config import FULL, LINEAR, NEXT, QwenConfig
 
 HEAD = "lm_head.weight"
-UNUSED: tuple[str, ...] = ("mtp.", "model.visual.")  # tensors that a target has no use for
+MTP = "mtp."  # how the names of a drafting head begin
+UNUSED: tuple[str, ...] = (MTP, "model.visual.")  # tensors that a target has no use for
 PREFIXES = ("model.language_model", "model")  # with and without images
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -40,20 +41,40 @@ def sources(config: QwenConfig, stored: Collection[str]) -> dict[str, Source]:
     if not config.tie_word_embeddings:
         found["lm_head.weight"] = Source({HEAD: table})
     for i, kind in enumerate(config.layer_types):
-        ours, theirs = f"layers.{i}.", f"{start}.layers.{i}."
-        parts = {
-            "attn_norm.weight": Source({"input_layernorm.weight": (hidden,)}, _one_more),
-            "mlp_norm.weight": Source({"post_attention_layernorm.weight": (hidden,)}, _one_more),
-        }
-        parts |= _recurrent(config) if kind == LINEAR else _attention(config)
-        if config.is_sparse(i):
-            parts |= _experts(config, fused=f"{theirs}mlp.experts.gate_up_proj" in stored)
-        else:
-            assert config.intermediate_size is not None
-            parts |= _mlp("mlp.", "mlp.", hidden, config.intermediate_size)
-        for name, (shapes, join) in parts.items():
-            found[ours + name] = Source({theirs + part: shape for part, shape in shapes.items()}, join)
+        found |= _layer(config, i, kind, f"layers.{i}.", f"{start}.layers.{i}.", stored)
     return found
+
+
+def mtp_sources(config: QwenConfig, stored: Collection[str]) -> dict[str, Source]:
+    """The same for the parameters of a drafting head that it does not share with the target."""
+    hidden = config.hidden_size
+    norms = {"embed_norm": "pre_fc_norm_embedding", "hidden_norm": "pre_fc_norm_hidden", "norm": "norm"}
+    found = {
+        f"{ours}.weight": Source({f"{MTP}{theirs}.weight": (hidden,)}, _one_more)
+        for ours, theirs in norms.items()
+    }
+    found["fc.weight"] = Source({f"{MTP}fc.weight": (hidden, 2 * hidden)})
+    return found | _layer(config, 0, FULL, "block.", f"{MTP}layers.0.", stored)
+
+
+def _layer(
+    config: QwenConfig, layer: int, kind: str, ours: str, theirs: str, stored: Collection[str]
+) -> dict[str, Source]:
+    hidden = config.hidden_size
+    parts = {
+        "attn_norm.weight": Source({"input_layernorm.weight": (hidden,)}, _one_more),
+        "mlp_norm.weight": Source({"post_attention_layernorm.weight": (hidden,)}, _one_more),
+    }
+    parts |= _recurrent(config) if kind == LINEAR else _attention(config)
+    if config.is_sparse(layer):
+        parts |= _experts(config, fused=f"{theirs}mlp.experts.gate_up_proj" in stored)
+    else:
+        assert config.intermediate_size is not None
+        parts |= _mlp("mlp.", "mlp.", hidden, config.intermediate_size)
+    return {
+        ours + name: Source({theirs + part: shape for part, shape in shapes.items()}, join)
+        for name, (shapes, join) in parts.items()
+    }
 
 
 def _recurrent(config: QwenConfig) -> dict[str, Source]:

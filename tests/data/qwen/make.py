@@ -1,15 +1,18 @@
 """Tiny Qwen checkpoints that transformers writes, with its logits and greedy tokens: `python tests/data/qwen/make.py`.
 
-Needs transformers 5. Every parameter is random, and decays are slow, so that states remember.
+Some have a head for multi-token prediction, which transformers leaves out: it is put together from its layers, as vLLM
+runs it. Needs transformers 5. Every parameter is random, and decays are slow, so that states remember.
 """
 
 from __future__ import annotations
 
+import copy
+import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 HERE = Path(__file__).parent
@@ -55,6 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "images": ("Qwen3_5", {"text_config": TEXT | FEW, "vision_config": IMAGES}, "1GB"),
     "images_experts": ("Qwen3_5Moe", {"text_config": TEXT | EXPERTS | FEW, "vision_config": IMAGES}, "1GB"),
 }  # fmt: skip
+WITH_MTP = ("next", "dense_tied", "images")
 
 
 def write(directory: Path, variant: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -90,7 +94,83 @@ def _write(directory: Path, variant: str, seed: int, dtype: torch.dtype) -> tupl
             first, second = last.topk(2).values.unbind(1)
             margin = min(margin, float((first - second).min()))
             greedy = torch.cat([greedy, last.argmax(1, keepdim=True)], 1)
-    return {"input_ids": input_ids, "logits": logits, "greedy": greedy}, margin
+    answer = {"input_ids": input_ids, "logits": logits, "greedy": greedy}
+    if variant in WITH_MTP:
+        head = Head(family, model, seed + 2, dtype)
+        stored = load_file(directory / "model.safetensors")
+        save_file(stored | head.stored(dtype), directory / "model.safetensors", metadata={"format": "pt"})
+        drafts = head.draft(input_ids, 4)
+        margin = min(margin, drafts.pop("margin").item())
+        answer |= drafts
+    return answer, margin
+
+
+class Head(nn.Module):
+    """The head of a loaded model."""
+
+    def __init__(self, family: str, model: Any, seed: int, dtype: torch.dtype):
+        super().__init__()
+        kind = {"Qwen3Next": "qwen3_next", "Qwen3_5": "qwen3_5"}[family]
+        library = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+        self.text = (getattr(model.model, "language_model", model.model),)  # no submodules of this one
+        self.lm_head = (model.lm_head,)
+        self.config = copy.deepcopy(self.text[0].config)
+        self.config.layer_types = ["full_attention"] * self.config.num_hidden_layers
+        norm, size = getattr(library, f"{family}RMSNorm"), self.config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            norm(size, self.config.rms_norm_eps) for _ in range(3)
+        )
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers = nn.ModuleList([getattr(library, f"{family}DecoderLayer")(self.config, 0)])
+        draw(self, seed)
+        self.to(dtype).float()
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, next_ids: Tensor) -> Tensor:
+        text, length = self.text[0], next_ids.shape[1]
+        embeds = self.pre_fc_norm_embedding(text.embed_tokens(next_ids))
+        x = self.fc(torch.cat([embeds, self.pre_fc_norm_hidden(hidden)], -1))
+        mask = torch.full((length, length), -torch.inf).triu(1)[None, None]
+        angles = text.rotary_emb(x, torch.arange(length)[None])
+        return self.norm(self.layers[0](x, position_embeddings=angles, attention_mask=mask))
+
+    @torch.no_grad()
+    def draft(self, input_ids: Tensor, steps: int) -> dict[str, Tensor]:
+        """Logits at all tokens but the last, and a greedy chain of drafts after it."""
+        hidden, ids, margin = self.text[0](input_ids).last_hidden_state[:, :-1], input_ids[:, 1:], []
+        for _ in range(steps):
+            out = self(hidden, ids)
+            logits = self.lm_head[0](out)
+            first, second = logits[:, -1].topk(2).values.unbind(1)
+            margin.append((first - second).min())
+            hidden = torch.cat([hidden, out[:, -1:]], 1)
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+        drafts = ids[:, -steps:].contiguous()
+        return {
+            "mtp_logits": logits[:, :40].contiguous(),
+            "mtp_drafts": drafts,
+            "margin": torch.stack(margin).min(),
+        }
+
+    def stored(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Its weights as checkpoints hold them, experts one by one."""
+        found = {}
+        for name, weight in self.state_dict().items():
+            weight = weight.to(dtype)
+            if name.endswith("experts.gate_up_proj"):
+                for i, rows in enumerate(weight):
+                    gate, up = rows.chunk(2)
+                    start = f"mtp.{name.removesuffix('gate_up_proj')}{i}"
+                    found |= {
+                        f"{start}.gate_proj.weight": gate.clone(),
+                        f"{start}.up_proj.weight": up.clone(),
+                    }
+            elif name.endswith("experts.down_proj"):
+                start = f"mtp.{name.removesuffix('down_proj')}"
+                found |= {f"{start}{i}.down_proj.weight": rows.clone() for i, rows in enumerate(weight)}
+            else:
+                found[f"mtp.{name}"] = weight.clone()
+        return found
 
 
 @torch.no_grad()
