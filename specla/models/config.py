@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-MODEL_TYPE = "gated_deltanet"
+MODEL_TYPE, ARCHITECTURE = "gated_deltanet", "GatedDeltaNetForCausalLM"
 GATES = ("swish", "silu", "sigmoid")
 LARGEST = 2**24  # of any size: beyond it a configuration is a mistake, and building it would not end
 MOST_LAYERS = 1024
@@ -166,6 +166,10 @@ class GatedDeltaNetConfig:
         return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
 
     @property
+    def architecture(self) -> str:
+        return ARCHITECTURE
+
+    @property
     def window(self) -> int:
         """Width of the short convolution; 1 when there is none."""
         return self.conv_size if self.use_short_conv else 1
@@ -204,7 +208,7 @@ class GatedDeltaNetConfig:
         raw["attn"] = [dict(a, layers=list(a["layers"])) for a in raw["attn"]] or None
         eos = raw["eos_token_id"]
         raw["eos_token_id"] = list(eos) if isinstance(eos, tuple) else eos
-        return {"architectures": ["GatedDeltaNetForCausalLM"], "model_type": MODEL_TYPE, **raw}
+        return {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, **raw}
 
 
 def is_int(value: Any) -> bool:

@@ -20,6 +20,11 @@ from specla.models.config import (
 NEXT = "qwen3_next"
 WITH_IMAGES = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # and what their text part is
 QWEN_TYPES = (NEXT, *WITH_IMAGES, *WITH_IMAGES.values())
+ARCHITECTURES = {
+    NEXT: "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+}
 LINEAR, FULL = "linear_attention", "full_attention"
 EXPERT_SIZES = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size".split()
 
@@ -114,6 +119,10 @@ class QwenConfig:
         """Whether this layer has experts rather than one MLP."""
         chosen = layer not in self.mlp_only_layers and not (layer + 1) % self.decoder_sparse_step
         return self.num_experts != 0 and chosen
+
+    @property
+    def architecture(self) -> str:
+        return ARCHITECTURES[self.model_type]
 
     @property
     def norm_eps(self) -> float:

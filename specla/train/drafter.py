@@ -206,7 +206,10 @@ def train_drafter(
     finished = run_training(
         network, make_optimizers(network, training), training, Path(out_dir), identity=identity,
         gradients=lambda step: step_gradients(source.batch(step)),
-        save=partial(save_drafter, network, out_dir, target_name, standalone=standalone),
+        save=partial(
+            save_drafter, network, out_dir, target_name, architecture=target.config.architecture,
+            standalone=standalone,
+        ),
         tokens_per_step=training.batch_size * training.length,
         measure=None if held_out is None else held_out.measure, describe=_describe,
         resume=resume, progress=progress, stop=stop,
