@@ -15,6 +15,7 @@ import torch
 
 from specla import __version__
 from specla.drafters import NoDrafter
+from specla.drafters.mtp import has_mtp
 from specla.engine.drafting import COMPANION
 from specla.engine.llm import BUNDLED_MODEL, LLM, resolve_device
 from specla.engine.outputs import CompletionOutput, RequestOutput
@@ -154,6 +155,7 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
         )
     except ValueError as error:
         told = str(error)
+    drafter = "its mtp head" if has_mtp(directory) else "none of its own: ngram"
     gate = delta.output_gate_activation if delta.use_gate else "none"
     return {
         "model": str(directory),
@@ -165,7 +167,7 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
         "output_gate": gate,
         "vocabulary": config.vocab_size,
         "tokenizer": told,
-        "drafter": "its own" if (directory / COMPANION).is_dir() else "none of its own: ngram",
+        "drafter": "its own" if (directory / COMPANION).is_dir() else drafter,
         "state_bytes": pool.bytes_per_sequence(),
         "bytes_per_draft_node": pool.bytes_per_node(),
     }

@@ -13,7 +13,17 @@ from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops import chunk
 from specla.state import StatePool
 from specla.tree import Tree
-from tests.targets import VARIANTS, committed, distance, equal, make_target, prompt, read_one_by_one, take
+from tests.targets import (
+    QWEN,
+    VARIANTS,
+    committed,
+    distance,
+    equal,
+    make_target,
+    prompt,
+    read_one_by_one,
+    take,
+)
 
 
 def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
@@ -23,7 +33,7 @@ def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
     return pool
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
 def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(75)
@@ -36,7 +46,9 @@ def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     assert distance(committed(pool, 0), committed(other, 0)) > 1e-3  # one wrong token shows
 
 
-@pytest.mark.parametrize("variant", ["grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window"])
+@pytest.mark.parametrize(
+    "variant", ["grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window", "qwen_next"]
+)
 def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(151)

@@ -21,6 +21,7 @@ from specla.engine.resident import ResidentEngine
 from specla.models.loader import load_target
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import QwenConfig
+from specla.show import describe
 from tests.checkpoints import save_tokenizer
 from tests.data.qwen.make import VARIANTS, write
 from tests.models.test_loader import edit_config, refuses, shard
@@ -217,9 +218,12 @@ def test_text_in_and_text_out(tmp_path: Path):
     raw["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     params = SamplingParams(max_tokens=12, ignore_eos=True)
-    plain, drafted = (
-        LLM(tmp_path, drafter=drafter, device="cpu", dtype="float32").generate("the cat sat", params)[0]
-        for drafter in ("none", "ngram")
-    )
-    assert plain.outputs[0].text and plain.outputs[0].token_ids == drafted.outputs[0].token_ids
-    assert len(plain.outputs[0].token_ids) == 12
+    models = [LLM(tmp_path, drafter, device="cpu", dtype="float32") for drafter in ("none", "ngram", None)]
+    assert [model.drafter.name for model in models] == ["none", "ngram", "mtp+ngram"]
+    plain, *drafted = (model.generate("the cat sat", params)[0].outputs[0] for model in models)
+    assert plain.text and len(plain.token_ids) == 12
+    assert all(output.token_ids == plain.token_ids and output.text == plain.text for output in drafted)
+    facts = describe(tmp_path, "cpu", "float32")
+    assert facts["drafter"] == "its mtp head"
+    assert facts["layers"] == "2 of hidden size 24; softmax attention (global) at 1"
+    assert facts["heads"] == "2 key x 8, 4 value x 8"
