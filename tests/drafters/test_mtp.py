@@ -21,7 +21,7 @@ from specla.models.loader import load_target
 from specla.models.past import FullText
 from specla.models.target import Tap
 from tests.checkpoints import save_checkpoint
-from tests.data.qwen.make import VARIANTS, WITH_MTP
+from tests.data.qwen.make import COMMITTED, WITH_MTP
 from tests.models.test_loader import shard
 from tests.models.test_qwen import DATA, copy
 from tests.targets import run
@@ -106,7 +106,7 @@ def test_embeddings_and_head_are_the_targets_own():
 
 
 def test_it_comes_with_the_model_unless_another_is_asked_for(tmp_path: Path):
-    assert {name for name in VARIANTS if has_mtp(DATA / name)} == set(WITH_MTP)
+    assert {name for name in COMMITTED if has_mtp(DATA / name)} == set(WITH_MTP)
     assert (
         choose_drafter(None, DATA / "next", CONFIG) == choose_drafter("mtp", DATA / "dense", CONFIG) == "mtp"
     )

@@ -21,11 +21,11 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target
 from specla.tree import Tree
-from tests.data.qwen.make import VARIANTS as MADE
+from tests.data.qwen.make import COMMITTED
 
 DATA = Path(__file__).parent.parent / "data"
 FLA = [f"fla/{name}" for name in ("conv3", "expand2", "gva", "nogate", "nullinter", "plain", "tied")]
-QWEN = [f"qwen/{name}" for name in sorted(MADE)]
+QWEN = [f"qwen/{name}" for name in sorted(COMMITTED)]
 VARIANTS = FLA + QWEN
 CLOSE = dict.fromkeys(FLA, 2e-4) | dict.fromkeys(QWEN, 1e-4)
 PROMPT = 16

@@ -58,6 +58,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "images": ("Qwen3_5", {"text_config": TEXT | FEW, "vision_config": IMAGES}, "1GB"),
     "images_experts": ("Qwen3_5Moe", {"text_config": TEXT | EXPERTS | FEW, "vision_config": IMAGES}, "1GB"),
 }  # fmt: skip
+COMMITTED = tuple(name for name in VARIANTS if name != "images_experts")
 WITH_MTP = ("next", "dense_tied", "images")
 
 
@@ -186,6 +187,6 @@ def draw(model: nn.Module, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    for name in VARIANTS:
+    for name in COMMITTED:
         save_file(write(HERE / name, name, torch.bfloat16), HERE / name / "expected.safetensors")
         (HERE / name / "generation_config.json").unlink(missing_ok=True)
