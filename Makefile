@@ -71,6 +71,7 @@ bench: .venv/.core
 
 figures: .venv/.dev
 	$(BIN)/python docs/figures/round.py
+	$(BIN)/python docs/figures/rounds.py
 
 clean:
 	rm -rf .venv build dist specla.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

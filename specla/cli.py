@@ -1,4 +1,4 @@
-"""The command line: generate, info, train, bench. Mistakes end in one line on stderr and exit status 2."""
+"""The command line: generate, serve, info, train, bench. Mistakes end in one line on stderr and exit status 2."""
 
 from __future__ import annotations
 
@@ -57,12 +57,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(argv: Sequence[str]) -> _Parser:
+    from specla.server.cli import add_serve
+
     parser = _Parser(
         prog="specla", description="Lossless speculative decoding for linear-attention language models."
     )
     parser.add_argument("--version", action="version", version=f"specla {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    add_serve(commands)
     _add_info(commands)
     # their flags come from modules that load torch, which `specla --help` does not wait for
     asked = next((word for word in argv if not word.startswith("-")), None)

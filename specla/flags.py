@@ -17,7 +17,7 @@ def add_model(p: argparse.ArgumentParser, what: str = "checkpoint directory") ->
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
 
 
-def add_speculation(p: argparse.ArgumentParser, drafter: str) -> None:
+def add_speculation(p: argparse._ActionsContainer, drafter: str) -> None:
     """--drafter, --verify and the sizes of a tree; `drafter` says what runs when none is named."""
     default = SpeculativeConfig()
     p.add_argument(

@@ -62,6 +62,54 @@ def add_bench(commands: Any) -> None:
     p.add_argument("--plots", metavar="DIR", help="with --random: write pictures there")
     p.set_defaults(run=run_generate)
     _add_kernel(kinds)
+    _add_serve(kinds)
+
+
+def _add_serve(kinds: Any) -> None:
+    p = kinds.add_parser(
+        "serve",
+        help="streams of a server against the engine alone",
+        description="Start a server in a process of its own and stream prompts from it at once, in turns with the "
+        "engine alone on the same prompts as one batch; check that the texts are the same, and print both speeds. The "
+        "last line of output is one JSON document. Exit status 1: texts differ, or requests failed.",
+    )
+    add_model(p)
+    p.add_argument(
+        "--prompts", metavar="FILE", help="JSON lines: id, category, prompt (default: built-in ones)"
+    )
+    p.add_argument("--streams", type=int, default=8, metavar="N", help="at once; default: %(default)s")
+    p.add_argument("--max-tokens", type=int, default=128, metavar="N", help="of each; default: %(default)s")
+    p.add_argument(
+        "--repeat", type=int, default=5, metavar="N", help="speeds are medians; default: %(default)s"
+    )
+    p.add_argument(
+        "--temperature", type=float, default=SamplingParams().temperature, metavar="T", help="0 is greedy"
+    )
+    p.add_argument("--seed", type=int, default=0)
+    add_speculation(p, drafter="the one that comes with the model, else ngram")
+    p.add_argument(
+        "--threads", type=int, metavar="N", help="of torch, for each of both (default: its own choice)"
+    )
+    p.add_argument("--output", metavar="FILE", help="write the JSON document there too")
+    p.set_defaults(run=run_serve)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Measure, print the table and the JSON document; 1 when texts differ or requests failed."""
+    if find_spec("uvicorn") is None:
+        raise ValueError("bench serve needs the server: pip install 'specla[server]'")
+    for name, least, most in (("streams", 1, 4096), ("max_tokens", 1, 10**6), ("repeat", 1, 10**4),
+                              ("threads", 1, 4096)):  # fmt: skip
+        _check_range(args, name, least, most)
+    output = _output("--output", args.output)
+
+    from specla.bench.serve import measure_all, print_tables
+
+    report = measure_all(args, sys.argv)
+    _save(report, output)
+    print_tables(report)
+    print(json.dumps(report))
+    return 1 if report["failed"] or report["different"] else 0
 
 
 def _add_kernel(kinds: Any) -> None:

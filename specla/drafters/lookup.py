@@ -61,7 +61,8 @@ class LookupFirst:
         """One tree a row."""
         found = [self._find(row) for row in rows]
         if all(draft is not None for draft in found):
-            return replace(pack([draft for draft in found if draft is not None]), budgeted=False)
+            alone = len(rows) == 1  # else its room is no more than its limit
+            return replace(pack([draft for draft in found if draft is not None]), budgeted=not alone)
         proposal = self.other.propose(
             [row if draft is None else replace(row, limit=0) for row, draft in zip(rows, found, strict=True)]
         )

@@ -22,7 +22,8 @@ def run_round(
     what is accepted, and exactly what a sequence took is left pending in its slot.
 
     Args:
-        budget: drafts for each tree at most; 0 decodes plainly. Drafts that cost nothing may be more.
+        budget: drafts for each tree at most; 0 decodes plainly. Of a sequence that is alone, drafts that cost nothing
+            may be more.
 
     Returns:
         whether the budget had a say.
@@ -30,7 +31,9 @@ def run_round(
     slots = [sequence.slot for sequence in sequences if sequence.slot is not None]
     assert len(slots) == len(sequences), "a running sequence has a slot"
 
-    rows = [_draft_row(sequence, budget, pool.max_nodes - 1) for sequence in sequences]
+    # beside others, drafts are never for nothing: all wait until all are verified
+    most = pool.max_nodes - 1 if len(sequences) == 1 else budget
+    rows = [_draft_row(sequence, budget, most) for sequence in sequences]
     proposal = drafter.propose(rows)
     tokens, tree = proposal.tokens.to(pool.device), proposal.tree.to(pool.device)
 

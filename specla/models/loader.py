@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from specla.models import qwen_layout
 from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig
+from specla.models.experts import Experts
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.language_model import LanguageModel, ModelConfig
 from specla.models.layers import AttentionMixer, DeltaMixer, Linear
@@ -49,6 +50,7 @@ def load_target(
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
         model = Qwen(config) if isinstance(config, QwenConfig) else GatedDeltaNet(config)
+    check_room(model, device, work)
     if isinstance(config, QwenConfig):
         sources, unused = qwen_layout.sources(config, stored_names(directory)), qwen_layout.UNUSED
     else:
@@ -65,6 +67,19 @@ def load_target(
     model.load_state_dict(join_weights(sources, weights, device, work), assign=True)
     measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
     return model.requires_grad_(False).eval()
+
+
+def check_room(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError when a GPU has no room for a model's weights, most of them in `dtype`."""
+    if device.type != "cuda":
+        return
+    needed, (free, _) = (
+        sum(p.numel() for p in model.parameters()) * dtype.itemsize,
+        torch.cuda.mem_get_info(device),
+    )
+    if needed > free:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"the model needs {needed:,} bytes in {name}, and {free:,} are free on {device}")
 
 
 def join_weights(
@@ -96,6 +111,9 @@ def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
     for module in model.modules():
         if isinstance(module, Linear) and module.int8 is None:
             measure(module.weight)
+        elif isinstance(module, Experts):  # all of one shape
+            measure(module.gate_up_proj[0])
+            measure(module.down_proj[0])
     for weight in further:
         measure(weight)
 

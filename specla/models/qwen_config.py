@@ -56,6 +56,7 @@ class QwenConfig:
     rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     initializer_range: float = 0.02
+    max_position_embeddings: int = 32768
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     num_experts: int = 0
@@ -70,7 +71,7 @@ class QwenConfig:
         sizes = (
             "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
         )
-        sizes += "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim"
+        sizes += "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
         for name in sizes.split():
             check_size(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specla.ops.factors import Factors
 from specla.tree import Tree
 
 Result = tuple[Tensor, Tensor]
+VECTOR = 64  # bytes
 
 
 def serial(
@@ -29,6 +31,7 @@ def serial(
     until the layer is done.
     """
     batch, size, heads, dim = v.shape
+    kq, g, state = _whole_vectors(kq, g, state)
     reads, writes = _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1), delta)
     steps = zip(*(x.flatten(0, 2).split(batch * heads) for x in (*reads, *writes)), strict=True)
     rows = torch.arange(batch, device=v.device)
@@ -62,6 +65,7 @@ def hybrid(
     A heavy child takes over its parent's live state, a light child starts from a copy of it.
     """
     batch, size, heads, dim = v.shape
+    kq, g, state = _whole_vectors(kq, g, state)
     reads, writes = _columns(kq, v, g, beta, delta)
     if size == 1:
         mix, base = (x.flatten(0, 2) for x in reads)
@@ -165,6 +169,18 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
         state.mul_(decay[..., t, :, :, :])
         state.addcmul_(d[..., t, :, :, None], k[..., t, :, None, :])
     return state
+
+
+def _whole_vectors(kq: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+    """K filled up with zeros to whole vectors: a BLAS may sum in another order where a matrix starts in the middle of
+    one, and which do depends on the number of rows.
+    """
+    missing = -state.shape[-1] % (VECTOR // state.element_size())
+    if missing == 0 or state.device.type != "cpu":
+        return kq, g, state
+    if g is not None and g.dim() == kq.dim() - 1:
+        g = functional.pad(g, (0, missing))
+    return functional.pad(kq, (0, missing)), g, functional.pad(state, (0, missing))
 
 
 def _columns(

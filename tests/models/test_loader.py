@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.loader import checkpoint_shapes, load_target, resolve_dtype, save_target
+from specla.models.loader import check_room, checkpoint_shapes, load_target, resolve_dtype, save_target
 from specla.tree import Tree
 from tests.models.naive_forward import logits as naive_logits
 
@@ -220,6 +220,15 @@ def test_a_configuration_that_cannot_be_written_leaves_the_one_before(
     with pytest.raises(OSError, match=r"config.json could not be written"):
         save_target(make(), tmp_path, torch.float32)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_model_without_room_on_a_gpu_says_how_much_it_needs(monkeypatch: pytest.MonkeyPatch):
+    model, gpu = torch.nn.Linear(10, 5), torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (110, 10**9))
+    check_room(model, gpu, torch.bfloat16)
+    check_room(model, torch.device("cpu"), torch.float64)
+    with pytest.raises(ValueError, match="needs 220 bytes in float32, and 110 are free on cuda:1"):
+        check_room(model, gpu, torch.float32)
 
 
 def test_loaded_weights_do_not_change_with_their_file(tmp_path: Path):

@@ -120,9 +120,10 @@ def main() -> None:
         gated_norm(x.view(1, rows, 4, 256), x[None], x[0], 1e-6, False, dtype)
         if dtype == torch.bfloat16:
             narrow = quantize(weight)
-            linear(x, narrow)
-            swiglu(x, narrow)
-            linear_parts(x, narrow)
+            for some in (x, x.expand(20, -1).contiguous(), x.expand(40, -1).contiguous()):
+                linear(some, narrow)
+                swiglu(some, narrow)
+                linear_parts(some, narrow)
     prefill(torch.bfloat16, (256, 256))
     prefill(torch.float16, (96, 40), torch.int32, gated=True)
     prefill(torch.float32)

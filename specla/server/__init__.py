@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server around one engine; needs the extra `server`."""
