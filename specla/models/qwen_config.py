@@ -28,6 +28,11 @@ ARCHITECTURES = {
 LINEAR, FULL = "linear_attention", "full_attention"
 EXPERT_SIZES = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size".split()
 
+SIZES = (
+    "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
+    "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
+).split()
+
 
 @dataclass(frozen=True)
 class QwenConfig:
@@ -68,11 +73,7 @@ class QwenConfig:
     mlp_only_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        sizes = (
-            "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
-        )
-        sizes += "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
-        for name in sizes.split():
+        for name in SIZES:
             check_size(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "partial_rotary_factor"):
             check_number(name, getattr(self, name), above=0)
