@@ -26,8 +26,8 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 LINEAR, FULL = "linear_attention", "full_attention"
+MOST_EXPERTS = 4096  # beyond it a configuration is a mistake, and naming all weights would not end
 EXPERT_SIZES = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size".split()
-
 SIZES = (
     "vocab_size hidden_size num_attention_heads num_key_value_heads head_dim linear_num_key_heads "
     "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim max_position_embeddings"
@@ -111,6 +111,10 @@ class QwenConfig:
         if any(sparse):
             for name in EXPERT_SIZES:
                 check_size(name, getattr(self, name))
+            if self.num_experts > MOST_EXPERTS:
+                raise ValueError(
+                    f"config.json: num_experts must be at most {MOST_EXPERTS}, got {self.num_experts}"
+                )
             if self.num_experts_per_tok > self.num_experts:
                 raise ValueError(f"config.json: num_experts_per_tok {self.num_experts_per_tok} is more than "
                                  f"num_experts {self.num_experts}")  # fmt: skip

@@ -158,6 +158,7 @@ def test_a_configuration_that_contradicts_the_weights(
         ({"head_dim": None, "hidden_size": None}, ["lacks", "head_dim", "hidden_size"]),
         ({"vocab_size": "61"}, ["vocab_size"]),
         ({"num_experts_per_tok": 5}, ["num_experts_per_tok 5", "num_experts 4"]),
+        ({"num_experts": 5000}, ["num_experts", "4096", "5000"]),
         ({"moe_intermediate_size": None}, ["moe_intermediate_size"]),
         ({"mlp_only_layers": [4]}, ["mlp_only_layers [4]"]),
         ({"decoder_sparse_step": 0}, ["decoder_sparse_step"]),
