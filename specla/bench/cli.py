@@ -62,6 +62,7 @@ def add_bench(commands: Any) -> None:
     p.add_argument("--plots", metavar="DIR", help="with --random: write pictures there")
     p.set_defaults(run=run_generate)
     _add_kernel(kinds)
+    _add_prefill(kinds)
     _add_serve(kinds)
 
 
@@ -120,12 +121,7 @@ def _add_kernel(kinds: Any) -> None:
         "decoding, replay, snapshots and flash-linear-attention, if it is installed. The last line of output is one "
         "JSON document. Exit status 1: results are wrong, and nothing is timed. Needs a CUDA device and triton.",
     )
-    p.add_argument(
-        "--heads", type=int, default=8, metavar="N", help="of queries and keys; default: %(default)s"
-    )
-    p.add_argument("--value-heads", type=int, metavar="N", help="a multiple of --heads; default: as many")
-    p.add_argument("--head-dim", type=int, default=256, metavar="N", help="default: %(default)s")
-    p.add_argument("--head-v-dim", type=int, metavar="N", help="of values; default: as --head-dim")
+    _add_layer(p)
     p.add_argument(
         "--batch", type=int, nargs="+", default=[1, 8, 32, 128], metavar="B", help="default: 1 8 32 128"
     )
@@ -155,13 +151,73 @@ def _add_kernel(kinds: Any) -> None:
     p.set_defaults(run=run_kernel)
 
 
+def _add_layer(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--heads", type=int, default=8, metavar="N", help="of queries and keys; default: %(default)s"
+    )
+    p.add_argument("--value-heads", type=int, metavar="N", help="a multiple of --heads; default: as many")
+    p.add_argument("--head-dim", type=int, default=256, metavar="N", help="default: %(default)s")
+    p.add_argument("--head-v-dim", type=int, metavar="N", help="of values; default: as --head-dim")
+
+
+def _add_prefill(kinds: Any) -> None:
+    p = kinds.add_parser(
+        "prefill",
+        help="one layer's reading of prompts, on a GPU",
+        description="Check how one layer reads prompts and time it in CUDA graphs, beside flash-linear-attention, if "
+        "it is installed. The last line of output is one JSON document. Exit status 1: outputs are wrong. Needs a CUDA "
+        "device and triton.",
+    )
+    _add_layer(p)
+    p.add_argument("--batch", type=int, nargs="+", default=[1, 8], metavar="B", help="default: 1 8")
+    p.add_argument(
+        "--tokens",
+        type=int,
+        nargs="+",
+        default=[512, 2048, 4096],
+        metavar="T",
+        help="default: 512 2048 4096",
+    )
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--repeats", type=int, default=20, metavar="N", help="replays of a graph")
+    p.add_argument("--json", metavar="FILE", help="write the JSON document there too")
+    p.set_defaults(run=run_prefill)
+
+
+def run_prefill(args: argparse.Namespace) -> int:
+    """Measure, print the table and the JSON document; 1 when outputs are wrong."""
+    _check_layer(args)
+    for name, most in (("batch", 4096), ("tokens", 1 << 20)):
+        if not all(1 <= value <= most for value in getattr(args, name)):
+            raise ValueError(f"--{name} must be in 1..{most}, got {' '.join(map(str, getattr(args, name)))}")
+    output = _output("--json", args.json)
+
+    from specla.bench.kernel_checks import CheckError
+    from specla.bench.prefill import measure_all, print_table
+
+    try:
+        report = measure_all(args, sys.argv)
+    except CheckError as error:
+        print(f"specla bench: error: {error}", file=sys.stderr)
+        return 1
+    _save(report, output)
+    print_table(report)
+    print(json.dumps(report))
+    return 0
+
+
+def _check_layer(args: argparse.Namespace) -> None:
+    if find_spec("triton") is None:
+        raise ValueError(f"bench {args.kind} needs triton: pip install 'specla[gpu]'")
+    for name, most in (("heads", 1024), ("value_heads", 1024), ("head_dim", 512), ("head_v_dim", 512)):
+        _check_range(args, name, 1, most)
+    _check_range(args, "repeats", 10, 10**4)
+
+
 def run_kernel(args: argparse.Namespace) -> int:
     """Measure or tune, print the tables and the JSON document; 1 when results are wrong."""
-    if find_spec("triton") is None:
-        raise ValueError("bench kernel needs triton: pip install 'specla[gpu]'")
-    for name, least, most in (("heads", 1, 1024), ("value_heads", 1, 1024), ("head_dim", 1, 512),
-                              ("head_v_dim", 1, 512), ("pending", 1, 64), ("repeats", 10, 10**4)):  # fmt: skip
-        _check_range(args, name, least, most)
+    _check_layer(args)
+    _check_range(args, "pending", 1, 64)
     if not all(1 <= batch <= 4096 for batch in args.batch):
         raise ValueError(f"--batch must be in 1..4096, got {' '.join(map(str, args.batch))}")
     unknown = sorted(set(args.only or ()) - set(KERNEL_GROUPS))
