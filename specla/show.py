@@ -15,14 +15,16 @@ import torch
 
 from specla import __version__
 from specla.drafters import NoDrafter
+from specla.drafters.mtp import has_mtp
 from specla.engine.drafting import COMPANION
 from specla.engine.llm import BUNDLED_MODEL, LLM, resolve_device
 from specla.engine.outputs import CompletionOutput, RequestOutput
 from specla.engine.params import SamplingParams
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target, resolve_dtype
 from specla.modes import AUTO, MODES
 from specla.ops.triton import use_kernels
+from specla.state import AttentionSpec
 from specla.tokenizer import load_tokenizer
 
 DRAFTED, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -138,12 +140,14 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
     return facts | _describe_model(directory, load_target(directory, chosen, work))
 
 
-def _describe_model(directory: Path, target: GatedDeltaNet) -> dict[str, str | int]:
-    config, pool = target.config, target.new_pool(1, 2)
+def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | int]:
+    config, delta, pool = target.config, target.config.delta(), target.new_pool(1, 2)
     layers = f"{config.num_hidden_layers} of hidden size {config.hidden_size}"
-    for spec in config.attn:
-        reach = "global" if spec.window_size is None else f"window {spec.window_size}"
-        layers += f"; softmax attention ({reach}) at {', '.join(map(str, spec.layers))}"
+    specs = target.state_specs()
+    for spec in dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)):
+        reach = "global" if spec.window is None else f"window {spec.window}"
+        at = [str(i) for i, other in enumerate(specs) if other == spec]
+        layers += f"; softmax attention ({reach}) at {', '.join(at)}"
     try:
         tokenizer = load_tokenizer(directory)
         told = (
@@ -151,18 +155,19 @@ def _describe_model(directory: Path, target: GatedDeltaNet) -> dict[str, str | i
         )
     except ValueError as error:
         told = str(error)
-    gate = config.output_gate_activation if config.use_gate else "none"
+    drafter = "its mtp head" if has_mtp(directory) else "none of its own: ngram"
+    gate = delta.output_gate_activation if delta.use_gate else "none"
     return {
         "model": str(directory),
         "parameters": sum(p.numel() for p in target.parameters()),
         "weight_bytes": sum(p.nbytes for p in target.parameters()),
         "layers": layers,
-        "heads": f"{config.num_heads} key x {config.head_dim}, {config.value_heads} value x {config.head_v_dim}",
-        "convolution": f"width {config.window}" if config.use_short_conv else "none",
+        "heads": f"{delta.num_heads} key x {delta.head_dim}, {delta.value_heads} value x {delta.head_v_dim}",
+        "convolution": f"width {delta.window}" if delta.use_short_conv else "none",
         "output_gate": gate,
         "vocabulary": config.vocab_size,
         "tokenizer": told,
-        "drafter": "its own" if (directory / COMPANION).is_dir() else "none of its own: ngram",
+        "drafter": "its own" if (directory / COMPANION).is_dir() else drafter,
         "state_bytes": pool.bytes_per_sequence(),
         "bytes_per_draft_node": pool.bytes_per_node(),
     }

@@ -18,6 +18,9 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import Sequence
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel, ModelConfig
+from specla.models.qwen import Qwen
+from specla.models.qwen_config import QwenConfig
 from specla.models.target import Tap
 from specla.state import AttentionState, StatePool
 from specla.tree import Tree
@@ -45,6 +48,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attn": [{**_ATTENTION, "layers": [0]}, {**_ATTENTION, "layers": [2], "window_size": 5}],
     },
 }
+# Qwen's, smallest: dense, with experts, and with both
+QWEN: dict[str, dict[str, Any]] = {
+    "qwen_dense": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "qwen_experts": {"model_type": "qwen3_5_moe_text", "num_hidden_layers": 2, "full_attention_interval": 2},
+    "qwen_next": {"model_type": "qwen3_next", "num_hidden_layers": 3, "full_attention_interval": 3,
+                  "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
+}  # fmt: skip
 RECURRENT = [name for name in VARIANTS if not name.startswith("hybrid")]
 
 
@@ -57,17 +67,26 @@ def make_config(variant: str = "plain", **changes: Any) -> GatedDeltaNetConfig:
     return GatedDeltaNetConfig.from_dict({**raw, **VARIANTS[variant], **changes})
 
 
+def make_qwen_config(variant: str, **changes: Any) -> QwenConfig:
+    raw: dict[str, Any] = {
+        "model_type": "qwen3_5_text", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 40,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "initializer_range": 0.3,
+        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 16,
+    }  # fmt: skip
+    return QwenConfig.from_dict({**raw, **QWEN[variant], **changes})
+
+
 @cache
-def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> GatedDeltaNet:
+def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target, shared between tests: never write to it. Decay is slowed so that states remember."""
-    return build_target(make_config(variant), dtype, seed)
+    return build_target(make_qwen_config(variant) if variant in QWEN else make_config(variant), dtype, seed)
 
 
-def build_target(
-    config: GatedDeltaNetConfig, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> GatedDeltaNet:
+def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target of its own. As in the loader, `dtype` is that of the matrices, float64 that of all."""
-    model = GatedDeltaNet(config)
+    model = Qwen(config) if isinstance(config, QwenConfig) else GatedDeltaNet(config)
     generator = torch.Generator().manual_seed(seed)
     model.reset_parameters(generator)
     with torch.no_grad():
@@ -76,7 +95,7 @@ def build_target(
                 weight.uniform_(-3, 1, generator=generator)
             elif name.endswith(("conv_bias", "qkv_bias")):
                 weight.normal_(0, 0.3, generator=generator)
-            is_matrix = weight.dim() == 2 and not name.endswith("conv_weight")
+            is_matrix = weight.dim() > 1 and not name.endswith("conv_weight")
             if is_matrix or dtype == torch.float64:
                 weight.data = weight.data.to(dtype)
     return model.requires_grad_(False).eval()
@@ -140,7 +159,7 @@ class Recorder:
     `logits[key][p]` are those that draw token p + 1 of the sequence. Call `settle` after every engine step.
     """
 
-    def __init__(self, target: GatedDeltaNet):
+    def __init__(self, target: LanguageModel):
         self.target = target
         self.logits: dict[int, dict[int, Tensor]] = {}
         self.rounds: list[tuple[Tensor, Tree, list[int], Tensor]] = []
@@ -260,7 +279,7 @@ def take(pool: StatePool, slots: list[int], path: list[list[int]]) -> None:
     pool.accept(slots, torch.tensor(rows).clamp(min=0), [len(row) - 1 for row in path])
 
 
-def read_one_by_one(target: GatedDeltaNet, tokens: list[int], pool: StatePool, slot: int) -> Tensor:
+def read_one_by_one(target: LanguageModel, tokens: list[int], pool: StatePool, slot: int) -> Tensor:
     """Decode a text plainly, a token a round: the logits `[T, vocab]`, with the state flushed at the end."""
     logits = []
     for token in tokens:

@@ -26,7 +26,16 @@ from tests.targets import (
 )  # fmt: skip
 
 ALL = list(VARIANTS)
-SOME = ["plain", "grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window", "hybrid_narrow"]
+SOME = [
+    "plain",
+    "grouped_wide",
+    "conv_2",
+    "no_conv",
+    "hybrid_global",
+    "hybrid_window",
+    "hybrid_narrow",
+    "qwen_next",
+]
 
 
 def poison(pool: StatePool, slots: list[int], value: float = torch.nan) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from specla.bench.prompts import BenchPrompt
 from specla.drafters import SyntheticDrafter
-from specla.drafters.network import Eagle
+from specla.drafters.network import DraftNetwork
 from specla.engine.choice import make_engine
 from specla.engine.drafting import make_drafter
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -32,7 +32,7 @@ class Way:
     """One way to decode: a drafter, by name or with its network, and how much it may draft."""
 
     name: str
-    drafter: str | Eagle
+    drafter: str | DraftNetwork
     config: SpeculativeConfig
 
 
@@ -40,23 +40,23 @@ def drafter_name(way: Way) -> str:
     """What drafts: with "auto", a trained drafter leaves what the text repeats to lookup."""
     if isinstance(way.drafter, str):
         return way.drafter
-    return "eagle+ngram" if way.config.num_speculative_tokens == "auto" else "eagle"
+    return f"{way.drafter.name}+ngram" if way.config.num_speculative_tokens == "auto" else way.drafter.name
 
 
 def plain_way(verify: str = "auto") -> Way:
     return Way("plain", "none", SpeculativeConfig(num_speculative_tokens=0, verify=verify))
 
 
-def default_ways(verify: str = "auto", network: Eagle | None = None) -> list[Way]:
+def default_ways(verify: str = "auto", network: DraftNetwork | None = None) -> list[Way]:
     """What a benchmark compares with plain decoding when nothing else is asked for; `network`: the target's drafter."""
 
     def config(tokens: int | str, topk: int, rate: float | None = None) -> SpeculativeConfig:
         return SpeculativeConfig(tokens, 8, topk, verify=verify, synthetic_acceptance_rate=rate)
 
     trained = [] if network is None else [
-        Way("eagle chain 8", network, config(8, 1)),
-        Way("eagle tree 16", network, config(16, 4)),
-        Way("eagle+ngram auto", network, config("auto", 4)),
+        Way(f"{network.name} chain 8", network, config(8, 1)),
+        Way(f"{network.name} tree 16", network, config(16, 4)),
+        Way(f"{network.name}+ngram auto", network, config("auto", 4)),
     ]  # fmt: skip
     return [
         *trained,

@@ -20,7 +20,7 @@ from specla import __version__
 from specla.bench.generate import Way, default_ways, drafter_name, figures, measure, repeated_share
 from specla.bench.prompts import BenchPrompt, read_prompts
 from specla.bench.steps import time_rounds
-from specla.drafters.network import Eagle
+from specla.drafters.network import DraftNetwork
 from specla.engine.drafting import choose_drafter, load_network
 from specla.engine.llm import BUNDLED_MODEL, LLM
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -44,9 +44,9 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
     prompts = read_prompts(args.prompts, args.limit)
     llm = LLM(args.model, drafter="none", device=args.device, dtype=args.dtype)
     target = llm.target
-    network = load_network(chosen, target)
+    network = load_network(chosen, target, model)
     if args.drafter is None:
-        ways = default_ways(args.verify, network if isinstance(network, Eagle) else None)
+        ways = default_ways(args.verify, network if isinstance(network, DraftNetwork) else None)
     else:
         ways = [_asked_way(args, config, network)]
     encoded = sorted(
@@ -212,7 +212,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _asked_way(args: argparse.Namespace, config: SpeculativeConfig, network: str | Eagle) -> Way:
+def _asked_way(args: argparse.Namespace, config: SpeculativeConfig, network: str | DraftNetwork) -> Way:
     rate = args.synthetic_acceptance_rate
     shape = "chain" if config.topk == 1 else f"top-k {config.topk}"
     name = f"{drafter_name(Way('', network, config))} {shape} {config.num_speculative_tokens}" + (

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.config import ARCHITECTURE, MODEL_TYPE
+from specla.models.language_model import LanguageModel, ModelConfig
 from specla.models.loader import SINGLE, read_raw_config, read_weights, replace_file
 
 ALGORITHM, SPECULATORS_VERSION = "eagle3", "0.9.0"
@@ -30,7 +30,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 LONGEST_TEXT = 32768  # transformers' default; rotary positions have no limit
 
 
-def load_drafter(directory: str | Path, target: GatedDeltaNet) -> Eagle:
+def load_drafter(directory: str | Path, target: LanguageModel) -> Eagle:
     """Load a drafter for `target`, on its device and in its dtypes.
 
     Reads what speculators writes (eagle3), what SpecForge writes (LlamaForCausalLMEagle3) and what `save_drafter`
@@ -78,6 +78,7 @@ def save_drafter(
     directory: str | Path,
     target_name: str,
     *,
+    architecture: str = ARCHITECTURE,
     dtype: torch.dtype = torch.bfloat16,
     standalone: bool = True,
 ) -> None:
@@ -88,7 +89,7 @@ def save_drafter(
     those, whose files have the same layout and flash-linear-attention's names within the layer.
 
     Args:
-        target_name: directory or name of the target's checkpoint, for engines that look for it.
+        target_name: directory or name of the target's checkpoint, for engines that look for it. architecture: its.
         standalone: store embeddings and head, too. Without, they are the target's when the drafter is loaded.
 
     Raises:
@@ -110,7 +111,7 @@ def save_drafter(
         ids = network.token_ids.cpu()
         tensors[TO_TARGET] = ids - torch.arange(len(ids))
         tensors[FROM_TARGET] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    raw = _to_raw(config, target_name, str(dtype).removeprefix("torch."))
+    raw = _to_raw(config, target_name, architecture, str(dtype).removeprefix("torch."))
     text = json.dumps(raw, indent=2) + "\n"
     replace_file(directory / "config.json", partial(Path.write_text, data=text, encoding="utf-8"))
     replace_file(directory / SINGLE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
@@ -130,7 +131,7 @@ def _is_specforge(raw: dict[str, Any]) -> bool:
     return False
 
 
-def _speculators(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
+def _speculators(raw: dict[str, Any], target: ModelConfig) -> EagleConfig:
     joint, each = (_flag(raw, name) for name in ("norm_before_fc", "fc_norm"))
     if joint and each:
         raise ValueError("norm_before_fc and fc_norm exclude each other")
@@ -144,7 +145,7 @@ def _speculators(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfi
     )
 
 
-def _specforge(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
+def _specforge(raw: dict[str, Any], target: ModelConfig) -> EagleConfig:
     for name in ("norm_output", "norm_before_residual", "norm_before_fc"):
         if raw.get(name) is not None:
             raise ValueError(
@@ -162,7 +163,7 @@ def _specforge(raw: dict[str, Any], target: GatedDeltaNetConfig) -> EagleConfig:
     )
 
 
-def _shared(raw: dict[str, Any], layer: dict[str, Any], target: GatedDeltaNetConfig) -> dict[str, Any]:
+def _shared(raw: dict[str, Any], layer: dict[str, Any], target: ModelConfig) -> dict[str, Any]:
     """The fields of a drafter that both forms write alike, `layer` being the configuration of its decoder layer."""
     kind = layer.get("model_type")
     if kind not in LAYERS:
@@ -257,7 +258,7 @@ def _token_ids(config: EagleConfig, d2t: Tensor | None, t2d: Tensor | None) -> T
 
 
 def _join(
-    weights: dict[str, Tensor], sources: dict[str, list[str]], target: GatedDeltaNet
+    weights: dict[str, Tensor], sources: dict[str, list[str]], target: LanguageModel
 ) -> dict[str, Tensor]:
     """Our parameters out of the stored ones: copies, as weights must not change when their file does."""
     exact, matrices = target.norm.weight, target.embeddings.weight
@@ -329,7 +330,7 @@ def _shapes(config: EagleConfig, layer: str) -> dict[str, tuple[int, ...]]:
     return {part: whole.get(part, (hidden,)) for part in stored}  # the rest are norms
 
 
-def _to_raw(config: EagleConfig, target_name: str, dtype: str) -> dict[str, Any]:
+def _to_raw(config: EagleConfig, target_name: str, architecture: str, dtype: str) -> dict[str, Any]:
     """The content of `config.json`."""
     layer: dict[str, Any] = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
                              "num_hidden_layers": 1, "rms_norm_eps": config.rms_norm_eps,
@@ -377,7 +378,7 @@ def _to_raw(config: EagleConfig, target_name: str, dtype: str) -> dict[str, Any]
                     "accept_tolerance": 0.0,
                 }
             ],
-            "verifier": {"architectures": ["GatedDeltaNetForCausalLM"], "name_or_path": target_name},
+            "verifier": {"architectures": [architecture], "name_or_path": target_name},
         },
         "speculators_model_type": ALGORITHM,
         "speculators_version": SPECULATORS_VERSION,

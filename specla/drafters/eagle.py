@@ -11,8 +11,9 @@ from torch import Tensor
 from specla.drafters.base import DraftRow, Exported, Proposal
 from specla.drafters.grow import Growth, grow
 from specla.drafters.memory import READ, beams_of, new_memory
-from specla.drafters.network import Eagle
+from specla.drafters.network import DraftNetwork
 from specla.drafters.traced import Step, Traced
+from specla.models.experts import Experts
 from specla.models.layers import Linear
 from specla.sampling import gumbel_noise
 from specla.tree import Tree
@@ -39,7 +40,7 @@ class _Reader:
 
 
 class EagleDrafter:
-    """Drafts trees with an `Eagle` network.
+    """Drafts trees with a network.
 
     Args:
         num_speculative_tokens: most nodes below the root. num_steps: greatest depth. topk: most children of a node.
@@ -50,18 +51,16 @@ class EagleDrafter:
     noise to its own logits: drafts agree with the target's draw far more often than its likeliest token does.
     """
 
-    name = "eagle"
-
     def __init__(
         self,
-        network: Eagle,
+        network: DraftNetwork,
         num_speculative_tokens: int = 16,
         num_steps: int = 8,
         topk: int = 4,
         prune_threshold: float | None = None,
         max_num_seqs: int = 8,
     ):
-        self.network = network
+        self.network, self.name = network, network.name
         self.layer_ids = network.config.layer_ids
         self.num_speculative_tokens, self.num_steps, self.topk = num_speculative_tokens, num_steps, topk
         self.prune_threshold = prune_threshold
@@ -69,7 +68,8 @@ class EagleDrafter:
         self.memory = new_memory(network.config, max_num_seqs, weight.dtype, weight.device)
         self._step: Step = self._beam_step
         products = [part.int8 for part in network.modules() if isinstance(part, Linear)]
-        if None not in products:  # exact products look at more than shapes
+        chooses = any(isinstance(part, Experts) for part in network.modules())
+        if None not in products and not chooses:  # these look at more than shapes
             self._step = Traced(self._beam_step)
         self._free = list(range(max_num_seqs))[::-1]
         self._readers: dict[int, _Reader] = {}

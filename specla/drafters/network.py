@@ -134,14 +134,31 @@ class EagleLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class Eagle(nn.Module):
-    """The drafter's network. Parameters are uninitialised until `reset_parameters` or a checkpoint fills them.
-
-    `embeddings` and, if the drafter has no head of its own, `lm_head` are the target's; `token_ids`
-    `[draft vocabulary]` says which tokens of the target the drafter's are, ascending.
+class DraftNetwork(nn.Module):
+    """What all trained drafters are. `embeddings` and, if the drafter has no head of its own, `lm_head` are the
+    target's; `token_ids` `[draft vocabulary]` says which tokens of the target the drafter's are, ascending.
     """
 
+    name: str
+    config: EagleConfig
+    embeddings: nn.Embedding
+    norm: RMSNorm
+    lm_head: Linear
     token_ids: Tensor
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """`[B, T, len(layer_ids) * hidden]` to `[B, T, hidden]`."""
+        raise NotImplementedError
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Of the draft vocabulary `[..., draft_vocab_size]`, for the token after the next one."""
+        raise NotImplementedError
+
+
+class Eagle(DraftNetwork):
+    """An EAGLE-3 drafter. Parameters are uninitialised until `reset_parameters` or a checkpoint fills them."""
+
+    name = "eagle"
 
     def __init__(self, config: EagleConfig):
         super().__init__()

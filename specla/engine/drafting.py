@@ -6,9 +6,10 @@ from pathlib import Path
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.drafters.checkpoint import load_drafter
-from specla.drafters.network import Eagle
+from specla.drafters.mtp import Mtp, has_mtp, load_mtp
+from specla.drafters.network import DraftNetwork
 from specla.engine.params import DRAFTERS, SpeculativeConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.layers import quantize_linears
 from specla.models.loader import measure_products
 
@@ -16,13 +17,14 @@ COMPANION = "drafter"  # the directory within a target's where its own drafter i
 
 
 def choose_drafter(asked: str | Path | None, model: Path, config: SpeculativeConfig) -> str | Path:
-    """What to draft with: a name, or a directory; by default the drafter that comes with the model, else n-grams.
+    """What to draft with: a name, or a directory; by default the drafter or head that the model brings, else n-grams.
 
     Raises:
         ValueError: when it is neither, or for settings that it has no use for.
     """
     if asked is None:
-        drafter: str | Path = model / COMPANION if _is_directory(model / COMPANION) else "ngram"
+        drafter: str | Path = "mtp" if has_mtp(model) else "ngram"
+        drafter = model / COMPANION if _is_directory(model / COMPANION) else drafter
     elif isinstance(asked, (str, Path)):
         drafter = asked if asked in DRAFTERS else Path(asked)
     else:
@@ -31,7 +33,7 @@ def choose_drafter(asked: str | Path | None, model: Path, config: SpeculativeCon
         raise ValueError(
             f"drafter must be one of {', '.join(DRAFTERS)} or a directory with one, got {str(drafter)!r}"
         )
-    if isinstance(drafter, str) and config.prune_threshold is not None:
+    if isinstance(drafter, str) and drafter != Mtp.name and config.prune_threshold is not None:
         raise ValueError(
             f"prune_threshold needs a drafter that gives probabilities, which {drafter} does not"
         )
@@ -49,24 +51,28 @@ def _is_directory(path: Path) -> bool:
         return False
 
 
-def load_network(drafter: str | Path, target: GatedDeltaNet) -> str | Eagle:
-    """The network of a directory, ready to draft; a name stays one."""
-    if isinstance(drafter, str):
+def load_network(drafter: str | Path, target: LanguageModel, model: Path) -> str | DraftNetwork:
+    """The network of a directory, or that which comes with the target in `model`, ready to draft; others stay names."""
+    network: DraftNetwork
+    if drafter == Mtp.name:
+        network = load_mtp(model, target)
+    elif isinstance(drafter, str):
         return drafter
-    network = load_drafter(drafter, target)
+    else:
+        network = load_drafter(drafter, target)
     quantize_linears(network)
     measure_products(network)
     return network
 
 
 def make_drafter(
-    source: str | Eagle, config: SpeculativeConfig, vocab_size: int, seed: int, max_num_seqs: int
+    source: str | DraftNetwork, config: SpeculativeConfig, vocab_size: int, seed: int, max_num_seqs: int
 ) -> Drafter:
     """The drafter of that name or with that network, as large as the configuration allows."""
     size, steps, topk = config.max_draft, config.num_steps, config.topk
     if source == "none" or size == 0:
         return NoDrafter()
-    if isinstance(source, Eagle):
+    if isinstance(source, DraftNetwork):
         trained = EagleDrafter(source, size, steps, topk, config.prune_threshold, max_num_seqs)
         return LookupFirst(trained, size) if config.num_speculative_tokens == "auto" else trained
     if source == "ngram":

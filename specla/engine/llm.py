@@ -28,8 +28,8 @@ class LLM:
 
     Args:
         model: a checkpoint directory (config.json, safetensors, tokenizer), or None for the bundled specla-mini.
-        drafter: a drafter's directory, "ngram", "none" or "synthetic"; None takes the one that comes with the model,
-            in its directory `drafter`, or "ngram" where none does.
+        drafter: a drafter's directory, "mtp", "ngram", "none" or "synthetic"; None takes the one that comes with the
+            model, in its directory `drafter` or as its head "mtp", or "ngram" where none does.
         speculative_config: a SpeculativeConfig or its fields as a dict.
         device: "auto", "cpu", "cuda" or "cuda:N"; dtype: "auto", "float32", "bfloat16", "float16" or "float64".
         max_num_seqs: sequences that run together.
@@ -74,7 +74,7 @@ class LLM:
             if token is not None and token >= vocab_size:
                 raise ValueError(f"{self.model_path} names token {token} for begin or end of text, but its model "
                                  f"has {vocab_size} tokens")  # fmt: skip
-        network = load_network(chosen, self.target)
+        network = load_network(chosen, self.target, self.model_path)
         self.drafter = make_drafter(network, self.config, vocab_size, seed, max_num_seqs)
         self._engine = make_engine(
             self.target,

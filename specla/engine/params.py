@@ -10,7 +10,12 @@ from specla.modes import MODES
 
 LEAST = 1e-6  # of what must not be 0, in float32 either
 MOST_LOGPROBS = 20  # alternatives of a token that a request may ask for
-DRAFTERS = ("ngram", "none", "synthetic")  # by name; `drafting` makes them, and trained ones from directories
+DRAFTERS = (
+    "mtp",
+    "ngram",
+    "none",
+    "synthetic",
+)  # by name; `drafting` makes them, and trained ones from directories
 
 
 @dataclass(frozen=True)

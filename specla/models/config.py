@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-MODEL_TYPE = "gated_deltanet"
+MODEL_TYPE, ARCHITECTURE = "gated_deltanet", "GatedDeltaNetForCausalLM"
 GATES = ("swish", "silu", "sigmoid")
 LARGEST = 2**24  # of any size: beyond it a configuration is a mistake, and building it would not end
 MOST_LAYERS = 1024
@@ -35,7 +35,7 @@ class AttentionConfig:
         layers = raw.get("layers")
         if (
             not isinstance(layers, (list, tuple))
-            or not all(_is_int(i) for i in layers)
+            or not all(is_int(i) for i in layers)
             or "num_heads" not in raw
         ):
             raise ValueError(
@@ -47,13 +47,13 @@ class AttentionConfig:
         return cls(**values)
 
     def __post_init__(self) -> None:
-        _check_size("attn num_heads", self.num_heads)
-        _check_size("attn num_kv_heads", self.num_kv_heads)
-        _check_bool("attn qkv_bias", self.qkv_bias)
-        _check_bool("attn qk_norm", self.qk_norm)
-        _check_number("attn rope_theta", self.rope_theta, above=0)
+        check_size("attn num_heads", self.num_heads)
+        check_size("attn num_kv_heads", self.num_kv_heads)
+        check_bool("attn qkv_bias", self.qkv_bias)
+        check_bool("attn qk_norm", self.qk_norm)
+        check_number("attn rope_theta", self.rope_theta, above=0)
         if self.window_size is not None:
-            _check_size("attn window_size", self.window_size)
+            check_size("attn window_size", self.window_size)
 
 
 @dataclass(frozen=True)
@@ -90,28 +90,28 @@ class GatedDeltaNetConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "conv_size"):
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("num_v_heads", "intermediate_size"):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+                check_size(name, getattr(self, name))
         for name in ("use_gate", "use_short_conv", "conv_bias", "allow_neg_eigval", "tie_word_embeddings"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
         for name in ("expand_v", "norm_eps"):
-            _check_number(name, getattr(self, name), above=0)
+            check_number(name, getattr(self, name), above=0)
         if self.hidden_ratio is not None:
-            _check_number("hidden_ratio", self.hidden_ratio, above=0)
+            check_number("hidden_ratio", self.hidden_ratio, above=0)
         if self.num_hidden_layers > MOST_LAYERS:
             raise ValueError(
                 f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}"
             )
-        self._check_special("bos_token_id", (self.bos_token_id,))
+        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
         eos = self.eos_token_id
-        self._check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,))
+        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
         if self.value_heads % self.num_heads:
             raise ValueError(
                 f"config.json: num_v_heads {self.num_v_heads} is no multiple of num_heads {self.num_heads}"
             )
-        _check_size("head_dim * expand_v", self.head_v_dim)
+        check_size("head_dim * expand_v", self.head_v_dim)
         if abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5:
             raise ValueError(
                 f"config.json: head_dim * expand_v = {self.head_dim * self.expand_v} is not an integer"
@@ -121,7 +121,7 @@ class GatedDeltaNetConfig:
             ("all value heads", self.value_dim),
             ("MLP", self.mlp_dim),
         ):
-            _check_size(f"the size of {name}", size)
+            check_size(f"the size of {name}", size)
         if self.output_gate_activation not in GATES:
             raise ValueError(
                 f"config.json: output_gate_activation must be one of {', '.join(GATES)}, "
@@ -141,20 +141,13 @@ class GatedDeltaNetConfig:
             if (self.hidden_size // spec.num_heads) % 2:
                 raise ValueError("config.json: attn head size must be even for rotary positions")
 
-    def _check_special(self, name: str, ids: tuple[Any, ...]) -> None:
-        for token in ids:
-            if token is not None and not (_is_int(token) and 0 <= token < self.vocab_size):
-                raise ValueError(
-                    f"config.json: {name} must be null or in 0..{self.vocab_size - 1}, got {token!r}"
-                )
-
     @property
     def value_heads(self) -> int:
         return self.num_heads if self.num_v_heads is None else self.num_v_heads
 
     @property
     def head_v_dim(self) -> int:
-        return int(self.head_dim * self.expand_v)
+        return round(self.head_dim * self.expand_v)
 
     @property
     def key_dim(self) -> int:
@@ -173,9 +166,17 @@ class GatedDeltaNetConfig:
         return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
 
     @property
+    def architecture(self) -> str:
+        return ARCHITECTURE
+
+    @property
     def window(self) -> int:
         """Width of the short convolution; 1 when there is none."""
         return self.conv_size if self.use_short_conv else 1
+
+    def delta(self) -> GatedDeltaNetConfig:
+        """The recurrent layers in these terms, as other configurations give them."""
+        return self
 
     def attention(self, layer: int) -> AttentionConfig | None:
         """The attention of this layer, or None for a recurrent one."""
@@ -207,23 +208,29 @@ class GatedDeltaNetConfig:
         raw["attn"] = [dict(a, layers=list(a["layers"])) for a in raw["attn"]] or None
         eos = raw["eos_token_id"]
         raw["eos_token_id"] = list(eos) if isinstance(eos, tuple) else eos
-        return {"architectures": ["GatedDeltaNetForCausalLM"], "model_type": MODEL_TYPE, **raw}
+        return {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, **raw}
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_size(name: str, value: Any) -> None:
-    if not _is_int(value) or not 0 < value <= LARGEST:
+def check_size(name: str, value: Any) -> None:
+    if not is_int(value) or not 0 < value <= LARGEST:
         raise ValueError(f"config.json: {name} must be an integer in 1..{LARGEST}, got {value!r}")
 
 
-def _check_number(name: str, value: Any, above: float) -> None:
-    if not (_is_int(value) or isinstance(value, float)) or not above < value < math.inf or value > 2.0**64:
+def check_number(name: str, value: Any, above: float) -> None:
+    if not (is_int(value) or isinstance(value, float)) or not above < value < math.inf or value > 2.0**64:
         raise ValueError(f"config.json: {name} must be a finite number above {above:g}, got {value!r}")
 
 
-def _check_bool(name: str, value: Any) -> None:
+def check_bool(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
+
+
+def check_special(name: str, ids: tuple[Any, ...], vocab_size: int) -> None:
+    for token in ids:
+        if token is not None and not (is_int(token) and 0 <= token < vocab_size):
+            raise ValueError(f"config.json: {name} must be null or in 0..{vocab_size - 1}, got {token!r}")

@@ -14,6 +14,7 @@ from specla.ops.attention import rotary
 from specla.ops.elementwise import sigmoid, silu, softplus
 from specla.ops.int8 import FEW, Int8Weight, int8_linear, quantize
 from specla.ops.linear import row_invariant_linear
+from specla.state import AttentionSpec, RecurrentSpec
 
 QK_NORM_EPS = 1e-5  # flash-linear-attention's default, not in the configuration
 
@@ -76,7 +77,7 @@ def draw_weights(module: nn.Module, deviation: float, generator: torch.Generator
             weight.uniform_(-bound, bound, generator=generator)
         elif leaf in ("conv_bias", "qkv_bias"):
             weight.zero_()
-        elif weight.dim() == 2:
+        elif weight.dim() > 1:
             weight.normal_(0, deviation, generator=generator)
         else:
             weight.fill_(1)
@@ -117,6 +118,12 @@ class DeltaMixer(nn.Module):
         self.norm = RMSNorm(config.head_v_dim, config.norm_eps)
         self.o_proj = Linear(config.value_dim, config.hidden_size)
 
+    def state_spec(self) -> RecurrentSpec:
+        """What the layer keeps of a sequence."""
+        config = self.config
+        heads, dims = (config.num_heads, config.value_heads), (config.head_dim, config.head_v_dim)
+        return RecurrentSpec(*heads, *dims, self.conv_dim, config.window)
+
     def forward(self, x: Tensor, past: Past) -> Tensor:
         config = self.config
         qkv, a, b, gate = self.in_proj(x).split(self.splits, -1)
@@ -140,7 +147,8 @@ class AttentionMixer(nn.Module):
     """Token mixing by softmax attention with rotary positions.
 
     in_features: channels that it reads (default: `hidden_size`). head_dim: default `hidden_size / num_heads`.
-    qk_norm_eps: of the norms of queries and keys, if `spec` has them.
+    qk_norm_eps: of the norms of queries and keys, if `spec` has them. rotary_dim: channels of a head that rotate
+    (default: all). output_gate: multiply what each head reads by a sigmoid of a projection of its own.
     """
 
     def __init__(
@@ -151,27 +159,41 @@ class AttentionMixer(nn.Module):
         in_features: int | None = None,
         head_dim: int | None = None,
         qk_norm_eps: float = QK_NORM_EPS,
+        rotary_dim: int | None = None,
+        output_gate: bool = False,
     ):
         super().__init__()
         self.spec, self.layer = spec, layer
         self.head_dim = head_dim or hidden_size // spec.num_heads
-        self.splits = [
-            heads * self.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
-        ]
+        self.rotary_dim = rotary_dim or self.head_dim
+        heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads, spec.num_heads if output_gate else 0]
+        self.splits = [n * self.head_dim for n in heads]  # q, k, v, gate
         self.qkv_proj = Linear(in_features or hidden_size, sum(self.splits))
         self.qkv_bias = nn.Parameter(torch.zeros(sum(self.splits))) if spec.qkv_bias else None
         self.q_norm = RMSNorm(self.head_dim, qk_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(self.head_dim, qk_norm_eps) if spec.qk_norm else None
         self.o_proj = Linear(self.splits[0], hidden_size)
 
+    def state_spec(self) -> AttentionSpec:
+        """What the layer keeps of a sequence."""
+        return AttentionSpec(self.spec.num_kv_heads, self.head_dim, self.spec.window_size)
+
     def forward(self, x: Tensor, past: Past) -> Tensor:
         qkv = self.qkv_proj(x)
         qkv = qkv if self.qkv_bias is None else qkv + self.qkv_bias
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split(self.splits, -1))
+        *heads, gate = qkv.split(self.splits, -1)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = (rotary(y, past.positions, self.spec.rope_theta) for y in (q, k))
-        return self.o_proj(past.attend(self.layer, q, k, v, self.spec.window_size).flatten(-2))
+        q, k = (self._rotate(y, past.positions) for y in (q, k))
+        o = past.attend(self.layer, q, k, v, self.spec.window_size).flatten(-2)
+        return self.o_proj(o * sigmoid(gate) if gate.shape[-1] else o)
+
+    def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.rotary_dim == self.head_dim:
+            return rotary(x, positions, self.spec.rope_theta)
+        turned, kept = x.split([self.rotary_dim, self.head_dim - self.rotary_dim], -1)
+        return torch.cat([rotary(turned, positions, self.spec.rope_theta), kept], -1)
 
 
 class SwiGLU(nn.Module):
@@ -186,16 +208,14 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Token mixing, then a SwiGLU MLP, each with a residual around it."""
+    """Token mixing, then an MLP or experts, each with a residual around it."""
 
-    def __init__(self, config: GatedDeltaNetConfig, layer: int):
+    def __init__(self, hidden_size: int, eps: float, attn: DeltaMixer | AttentionMixer, mlp: nn.Module):
         super().__init__()
-        spec = config.attention(layer)
-        self.attn_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        hidden = config.hidden_size
-        self.attn = DeltaMixer(config, layer) if spec is None else AttentionMixer(hidden, spec, layer)
-        self.mlp_norm = RMSNorm(hidden, config.norm_eps)
-        self.mlp = SwiGLU(hidden, config.mlp_dim)
+        self.attn_norm = RMSNorm(hidden_size, eps)
+        self.attn = attn
+        self.mlp_norm = RMSNorm(hidden_size, eps)
+        self.mlp = mlp
 
     def forward(self, x: Tensor, past: Past) -> Tensor:
         x = x + self.attn(self.attn_norm(x), past)

@@ -1,4 +1,4 @@
-"""Checkpoints in flash-linear-attention's layout: `config.json` and safetensors, one file or shards with an index.
+"""Checkpoints of targets: `config.json` and safetensors, one file or shards with an index.
 
 Weights come from safetensors only, and nothing in a checkpoint is executed.
 """
@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specla.models.config import GatedDeltaNetConfig
+from specla.models import qwen_layout
+from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig
+from specla.models.experts import Experts
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel, ModelConfig
 from specla.models.layers import AttentionMixer, DeltaMixer, Linear
+from specla.models.qwen import Qwen
+from specla.models.qwen_config import QWEN_TYPES, QwenConfig
+from specla.models.qwen_layout import HEAD, Source
 from specla.ops.linear import measure
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDINGS, HEAD = "model.embeddings.weight", "lm_head.weight"
+EMBEDDINGS = "model.embeddings.weight"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -29,7 +35,7 @@ INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
 
 def load_target(
     directory: str | Path, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto"
-) -> GatedDeltaNet:
+) -> LanguageModel:
     """Load a checkpoint directory as a target.
 
     Args:
@@ -43,26 +49,22 @@ def load_target(
     config = read_config(directory)
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
-        model = GatedDeltaNet(config)
+        model = Qwen(config) if isinstance(config, QwenConfig) else GatedDeltaNet(config)
     check_room(model, device, work)
-    sources, shapes = parameter_sources(model), checkpoint_shapes(config)
-    asked = {part for parts in sources.values() for part in parts}
-    weights = read_weights(
-        directory, {part: shapes[part] for part in asked | {HEAD}}, optional={HEAD} - asked
-    )
-    if HEAD not in asked and HEAD in weights and not _same_values(weights[HEAD], weights[EMBEDDINGS]):
+    if isinstance(config, QwenConfig):
+        sources, unused = qwen_layout.sources(config, stored_names(directory)), qwen_layout.UNUSED
+    else:
+        assert isinstance(model, GatedDeltaNet)
+        sources, unused = _fla_sources(model), ()
+    shapes = {part: shape for source in sources.values() for part, shape in source.shapes.items()}
+    (embeddings,) = sources["embeddings.weight"].shapes
+    optional = {HEAD} - shapes.keys()
+    weights = read_weights(directory, {HEAD: shapes[embeddings], **shapes}, optional, unused=unused)
+    if optional and HEAD in weights and not _same_values(weights[HEAD], weights[embeddings]):
         raise ValueError(
-            f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {EMBEDDINGS}"
+            f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {embeddings}"
         )
-    exact = torch.float64 if work == torch.float64 else torch.float32
-    state = {}
-    for name, parts in sources.items():
-        rows = [weights.pop(part) for part in parts]
-        joined = torch.cat([row.flatten(1) if row.dim() == 3 else row for row in rows])
-        is_matrix = joined.dim() == 2 and not name.endswith("conv_weight")
-        # joined is a copy: weights must not change when their file does
-        state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
-    model.load_state_dict(state, assign=True)
+    model.load_state_dict(join_weights(sources, weights, device, work), assign=True)
     measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
     return model.requires_grad_(False).eval()
 
@@ -80,18 +82,53 @@ def check_room(model: nn.Module, device: torch.device, dtype: torch.dtype) -> No
         raise ValueError(f"the model needs {needed:,} bytes in {name}, and {free:,} are free on {device}")
 
 
+def join_weights(
+    sources: Mapping[str, Source], weights: dict[str, Tensor], device: torch.device, work: torch.dtype
+) -> dict[str, Tensor]:
+    """Our parameters out of the stored ones, which are used up; matrices in `work`."""
+    exact = torch.float64 if work == torch.float64 else torch.float32
+    state = {}
+    for name, source in sources.items():
+        joined = source.join([weights.pop(part) for part in source.shapes])
+        is_matrix = joined.dim() > 1 and not name.endswith("conv_weight")
+        # joined is a copy: weights must not change when their file does
+        state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
+    return state
+
+
+def _fla_sources(model: GatedDeltaNet) -> dict[str, Source]:
+    shapes = checkpoint_shapes(model.config)
+
+    def join(parts: list[Tensor]) -> Tensor:
+        return torch.cat([part.flatten(1) if part.dim() == 3 else part for part in parts])
+
+    sources = parameter_sources(model)
+    return {name: Source({part: shapes[part] for part in parts}, join) for name, parts in sources.items()}
+
+
 def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
     """Measure on a CPU how to multiply a model's matrices, and `further` ones, now rather than in the first request."""
     for module in model.modules():
         if isinstance(module, Linear) and module.int8 is None:
             measure(module.weight)
+        elif isinstance(module, Experts):  # all of one shape
+            measure(module.gate_up_proj[0])
+            measure(module.down_proj[0])
     for weight in further:
         measure(weight)
 
 
-def read_config(directory: str | Path) -> GatedDeltaNetConfig:
+def read_config(directory: str | Path) -> ModelConfig:
     """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
-    return GatedDeltaNetConfig.from_dict(read_raw_config(Path(directory)))
+    raw = read_raw_config(Path(directory))
+    kind = raw.get("model_type")
+    if kind == MODEL_TYPE:
+        return GatedDeltaNetConfig.from_dict(raw)
+    if kind in QWEN_TYPES:
+        return QwenConfig.from_dict(raw)
+    raise ValueError(
+        f"model_type {kind!r} is not supported; supported are {', '.join((MODEL_TYPE, *QWEN_TYPES))}"
+    )
 
 
 def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -264,24 +301,26 @@ def read_weights(
     shapes: Mapping[str, tuple[int, ...]],
     optional: Collection[str] = (),
     integers: Collection[str] = (),
+    unused: tuple[str, ...] = (),
 ) -> dict[str, Tensor]:
     """The tensors of a checkpoint, as they lie in their files: copy what is kept.
 
     Args:
         shapes: of every tensor that it may hold. optional: those that may be missing. integers: those that are no
-            numbers with a fraction.
+            numbers with a fraction. unused: how names begin that are passed over.
 
     Raises:
         ValueError: in one line, when a tensor is missing, unexpected, or of another shape or kind.
     """
     weights: dict[str, Tensor] = {}
     stored: set[str] = set()
-    for file, name, tensor in _stored_tensors(directory):
+    for file, name, read in _stored_tensors(directory):
         if name in stored:
             raise ValueError(f"{file}: {name} is stored twice")
         stored.add(name)
         if name not in shapes:
             continue
+        tensor = read()
         if tuple(tensor.shape) != shapes[name]:
             raise ValueError(
                 f"{file}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shapes[name])}"
@@ -291,6 +330,7 @@ def read_weights(
             raise ValueError(f"{file}: {name} has dtype {tensor.dtype}, expected {kinds}")
         weights[name] = tensor
     missing, unexpected = sorted(shapes.keys() - optional - stored), sorted(stored - shapes.keys())
+    unexpected = [name for name in unexpected if not name.startswith(unused)]
     if missing or unexpected:
         told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
                 for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
@@ -303,14 +343,20 @@ def _same_values(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.to(wide), b.to(wide))
 
 
-def _stored_tensors(directory: Path) -> Iterator[tuple[Path, str, Tensor]]:
+def stored_names(directory: Path) -> set[str]:
+    """The names of all tensors in a checkpoint."""
+    return {name for _, name, _ in _stored_tensors(directory)}
+
+
+def _stored_tensors(directory: Path) -> Iterator[tuple[Path, str, Callable[[], Tensor]]]:
+    """File and name of each tensor, and how to read it while the next is not yet asked for."""
     from safetensors import SafetensorError, safe_open
 
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="pt") as stored:
                 for key in stored.keys():  # noqa: SIM118 (not a dict)
-                    yield path, key, stored.get_tensor(key)
+                    yield path, key, partial(stored.get_tensor, key)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a readable safetensors file: {error}") from None
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.layers import Block, DeltaMixer
+from specla.models.layers import Block, DeltaMixer, SwiGLU
 from specla.ops import Factors, triton as kernels
 from specla.ops.conv import launch_commit as launch_conv_commit
 from specla.ops.factors import Pending
@@ -128,7 +128,8 @@ def read_trees(
     for i, block in enumerate(blocks):
         parts = mix(cast(DeltaMixer, block.attn), x, layers.layer(i), now)
         x = add_norm(stream, parts, block.mlp_norm.weight, block.mlp_norm.eps, table.dtype)
-        parts = linear_parts(swiglu(x, block.mlp.gate_up_proj.weight), block.mlp.down_proj.weight)
+        mlp = cast(SwiGLU, block.mlp)
+        parts = linear_parts(swiglu(x, mlp.gate_up_proj.weight), mlp.down_proj.weight)
         x = add_norm(stream, parts, norms[i + 1].weight, norms[i + 1].eps, table.dtype, taps.get(i + 1))
     return x
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.drafters.base import Exported
+from specla.drafters.network import Eagle as Network
 from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
 from specla.resident.drafts import Drafts
@@ -158,7 +159,8 @@ def has_twin(drafter: Drafter) -> bool:
     if isinstance(drafter, LookupFirst):
         return has_twin(drafter.other)
     if isinstance(drafter, EagleDrafter):
-        return eagle.supports(drafter.network, drafter.num_steps, drafter.topk)
+        network = drafter.network
+        return isinstance(network, Network) and eagle.supports(network, drafter.num_steps, drafter.topk)
     return isinstance(drafter, (NoDrafter, NgramDrafter, SyntheticDrafter))
 
 
@@ -173,6 +175,7 @@ def twin_of(
     if isinstance(drafter, LookupFirst):
         return twin_of(drafter.other, num_slots, max_nodes, max_length, device)
     if isinstance(drafter, EagleDrafter):
+        assert isinstance(drafter.network, Network)
         return Eagle(
             drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold
         )

@@ -195,14 +195,14 @@ def _train_drafter(args: argparse.Namespace) -> int:
     with process_group(resolve_device(args.device)) as device:
         first = ranks()[0] == 0
         target = load_target(args.target, device)
-        config = target.config
+        config, delta = target.config, target.config.delta()
         shape = {
             "mixer": args.mixer,
             "layer_ids": _layer_ids(args.layer_ids, config.num_hidden_layers),
             "draft_vocab_size": min(args.draft_vocab_size, config.vocab_size),
-            "num_heads": args.num_heads or config.num_heads,
-            "head_dim": args.head_dim or config.head_dim,
-            "intermediate_size": args.intermediate_size or config.mlp_dim,
+            "num_heads": args.num_heads or delta.num_heads,
+            "head_dim": args.head_dim or delta.head_dim,
+            "intermediate_size": args.intermediate_size or delta.mlp_dim,
             "sliding_window": args.sliding_window if args.mixer == "attention" else None,
             "rms_norm_eps": config.norm_eps,
         }

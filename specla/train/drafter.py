@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specla.drafters.checkpoint import save_drafter
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.layers import set_compute_dtype
 from specla.models.target import Tap
 from specla.train.data import TokenDataset
@@ -94,7 +94,7 @@ class SelfText:
     """
 
     def __init__(
-        self, target: GatedDeltaNet, layer_ids: tuple[int, ...], data: TokenDataset, training: DrafterTraining
+        self, target: LanguageModel, layer_ids: tuple[int, ...], data: TokenDataset, training: DrafterTraining
     ):
         self.target, self.layer_ids, self.data, self.training = target, layer_ids, data, training
         self.rank, self.world = ranks()
@@ -175,7 +175,7 @@ class SelfText:
 
 
 def train_drafter(
-    target: GatedDeltaNet,
+    target: LanguageModel,
     shape: dict[str, Any],
     training: DrafterTraining,
     data: TokenDataset,
@@ -240,7 +240,10 @@ def train_drafter(
     finished = run_training(
         network, make_optimizers(network, training), training, Path(out_dir), identity=identity,
         gradients=lambda step: step_gradients(source.batch(step)),
-        save=partial(save_drafter, network, out_dir, target_name, standalone=standalone),
+        save=partial(
+            save_drafter, network, out_dir, target_name, architecture=target.config.architecture,
+            standalone=standalone,
+        ),
         tokens_per_step=training.batch_size * training.length,
         measure=None if held_out is None else held_out.measure, describe=_describe,
         resume=resume, progress=progress, stop=stop,
@@ -249,7 +252,7 @@ def train_drafter(
     return network.eval(), finished
 
 
-def new_network(target: GatedDeltaNet, config: EagleConfig, token_ids: Tensor, seed: int) -> Eagle:
+def new_network(target: LanguageModel, config: EagleConfig, token_ids: Tensor, seed: int) -> Eagle:
     """A fresh drafter on the target's device, in float32, with the target's embeddings and head, which stay."""
     device = target.norm.weight.device
     network = Eagle(config)
@@ -267,7 +270,7 @@ def new_network(target: GatedDeltaNet, config: EagleConfig, token_ids: Tensor, s
     return network
 
 
-def fingerprint(target: GatedDeltaNet) -> str:
+def fingerprint(target: LanguageModel) -> str:
     """What tells one target from another: a hash of its embeddings and last norm."""
     digest = hashlib.sha256()
     for weight in (target.embeddings.weight, target.norm.weight):
@@ -278,7 +281,7 @@ def fingerprint(target: GatedDeltaNet) -> str:
 class HeldOut:
     """Greedy texts of the target from held-out prompts, and how a chain of drafts fares on them."""
 
-    def __init__(self, target: GatedDeltaNet, network: Eagle, valid: TokenDataset, training: DrafterTraining):
+    def __init__(self, target: LanguageModel, network: Eagle, valid: TokenDataset, training: DrafterTraining):
         rows, device = training.eval_rows, target.norm.weight.device
         length = training.longest_prompt + NEW_TOKENS + CHAIN
         self.network, self.training = network, training
@@ -304,7 +307,7 @@ class HeldOut:
 
 
 @torch.no_grad()
-def read_in_parallel(target: GatedDeltaNet, layer_ids: tuple[int, ...], tokens: Tensor) -> Batch:
+def read_in_parallel(target: LanguageModel, layer_ids: tuple[int, ...], tokens: Tensor) -> Batch:
     """What the target makes of whole texts in one pass, chunk by chunk."""
     features: list[Tensor] = []
     hidden = target(tokens[:, :-1], tap=Tap(layer_ids, features.append))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 from specla.models.past import Past, Verification
 from specla.models.target import Tap
 from specla.ops.checks import require
@@ -20,7 +20,7 @@ from specla.ops.conv import convolve
 from specla.ops.torch import commit
 from specla.ops.verify import verify
 from specla.sampling import first_argmax, gumbel_noise
-from specla.state import RecurrentLayer, StatePool
+from specla.state import AttentionSpec, RecurrentLayer, StatePool
 from specla.tree import Tree
 
 MOST_ROWS = 1 << 16
@@ -56,7 +56,7 @@ class Recorder:
     @torch.no_grad()
     def __init__(
         self,
-        target: GatedDeltaNet,
+        target: LanguageModel,
         layer_ids: tuple[int, ...],
         rows: int,
         length: int,
@@ -80,7 +80,8 @@ class Recorder:
         self._given = torch.ones(rows, dtype=torch.long, device=device)
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seed = torch.zeros(rows, dtype=torch.long, device=device)
-        self._stepwise = None if config.attn else _Stepwise(target.new_pool(rows, 1))
+        attends = any(isinstance(spec, AttentionSpec) for spec in target.state_specs())
+        self._stepwise = None if attends else _Stepwise(target.new_pool(rows, 1))
         self._graph = self._capture() if device.type == "cuda" and self._stepwise else None
 
     @torch.no_grad()

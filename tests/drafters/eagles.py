@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
 
 KINDS: dict[str, dict[str, Any]] = {
     "delta": {"mixer": "delta"},
@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def make_eagle(
-    target: GatedDeltaNet,
+    target: LanguageModel,
     kind: str = "delta",
     seed: int = 0,
     dtype: torch.dtype = torch.float64,

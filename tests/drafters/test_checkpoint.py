@@ -14,12 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specla import SamplingParams
+from specla.drafters import EagleDrafter, NoDrafter
 from specla.drafters.checkpoint import load_drafter, save_drafter
 from specla.drafters.network import Eagle, EagleConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import save_target
 from specla.models.past import FullText
-from tests.targets import build_target, make_config
+from tests.targets import QWEN, build_target, make_config, make_qwen_config, prompt, run
 
 DATA = Path(__file__).parent.parent / "data" / "speculators"
 EXAMPLES = (
@@ -184,6 +186,19 @@ def test_specforge_writes_the_same_by_other_names(changes: dict[str, Any], tmp_p
     ours = load_drafter(forge(tmp_path, **changes), target())
     same(ours, load_drafter(DATA / "llama", target()))
     assert ours.config.layer_ids == (2, 4, 5)
+
+
+@pytest.mark.parametrize("variant", QWEN)
+def test_both_forms_go_with_qwen_targets(variant: str, tmp_path: Path):
+    """Layers, streams and vocabulary are all that they ask of a target."""
+    config = make_qwen_config(variant, vocab_size=64, num_hidden_layers=8, layer_types=None)
+    other, params = build_target(config), SamplingParams(max_tokens=12)
+    network = load_drafter(DATA / "llama", other)
+    same(load_drafter(forge(tmp_path), other), network)
+    want = run(other, NoDrafter(), [prompt(9)], params, drafts=0)
+    got = run(other, EagleDrafter(network, 6, 4, 2), [prompt(9)], params, drafts=6)
+    assert got.outputs == want.outputs
+    assert got.sequences[0].metrics.num_draft_tokens > 6
 
 
 def test_layer_ids_are_inputs_of_layers(tmp_path: Path):

@@ -82,8 +82,8 @@ def test_settings_that_a_drafter_has_no_use_for_are_refused(checkpoint: Path, al
 
 def test_a_name_needs_no_network_and_a_directory_gives_one_ready_to_draft(checkpoint: Path) -> None:
     target = LLM(checkpoint, drafter="none", dtype="float32").target
-    assert load_network("ngram", target) == "ngram"
-    network = load_network(checkpoint / COMPANION, target)
+    assert load_network("ngram", target, checkpoint) == "ngram"
+    network = load_network(checkpoint / COMPANION, target, checkpoint)
     assert isinstance(network, Eagle)
     linears = [part for part in network.modules() if isinstance(part, Linear)]
     assert [part.int8 is None for part in linears] == [quantize(part.weight) is None for part in linears]

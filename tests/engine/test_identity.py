@@ -12,6 +12,7 @@ from specla.drafters.eagle import EagleDrafter
 from specla.engine.params import SamplingParams
 from tests.drafters.eagles import make_eagle
 from tests.targets import (
+    QWEN,
     RECURRENT,
     VARIANTS,
     VOCAB,
@@ -29,10 +30,10 @@ WARM = SamplingParams(temperature=1.0, seed=11, max_tokens=24)
 PROMPTS = [prompt(7) * 2, prompt(1), prompt(12, 1), prompt(4, 2) * 3, prompt(65, 3)]
 
 
-def drafter(name: str) -> Drafter:
+def drafter(name: str, variant: str = "plain") -> Drafter:
     kind, _, rate = name.partition(" ")
     if kind == "eagle":
-        target = make_target("plain")
+        target = make_target(variant)
         return EagleDrafter(make_eagle(target, rate, dtype=torch.float32, draft_vocab_size=VOCAB), 9, 5, 3)
     if kind == "ngram":
         return NgramDrafter(9, 5, 3)
@@ -76,7 +77,7 @@ def test_tokens_equal_those_of_plain_decoding(
 
 
 def test_texts_of_the_targets_are_not_trivial() -> None:
-    for variant in VARIANTS:
+    for variant in [*VARIANTS, *QWEN]:
         greedy, warm = (plain(variant, torch.float32, 5, params).outputs for params in (GREEDY, WARM))
         assert len({token for output in greedy for token in output}) > 15, variant
         assert all(len(set(output)) > 8 for output in warm), variant
@@ -85,7 +86,7 @@ def test_texts_of_the_targets_are_not_trivial() -> None:
 
 @pytest.mark.parametrize("mode", ["serial", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
 def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torch.dtype, mode: str) -> None:
     params = GREEDY if mode == "serial" else WARM
     want = plain(variant, dtype, 5, params)
@@ -95,6 +96,26 @@ def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torc
     assert all(same_bits(a, b) for a, b in zip(got.logits, want.logits, strict=True))
     assert accepted(got) > 20
     assert sum(s.metrics.num_draft_tokens for s in got.sequences) > accepted(got)  # some were rejected
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
+@pytest.mark.parametrize("name", ["ngram", "synthetic 0.7", "eagle delta"])
+@pytest.mark.parametrize("variant", ["qwen_dense", "qwen_next"])
+def test_tokens_of_qwens_equal_those_of_plain_decoding(
+    variant: str, name: str, mode: str, params: SamplingParams, batch: int
+) -> None:
+    dtype = torch.float64 if mode == "parallel" else torch.float32
+    want = plain(variant, dtype, batch, params)
+    references = want.tokens if name.startswith("synthetic") else None
+    target = make_target(variant, dtype)
+    got = run(target, drafter(name, variant), PROMPTS[:batch], params, mode=mode, references=references)
+    assert got.outputs == want.outputs
+    assert sum(s.metrics.num_draft_tokens for s in got.sequences) > 0
+    assert accepted(got) > 0 or not name.startswith("synthetic")
+    if mode != "parallel":
+        assert all(same_bits(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
 
 @pytest.mark.parametrize("variant", ["grouped_wide", "hybrid_two_kinds"])

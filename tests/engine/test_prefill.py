@@ -8,12 +8,22 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from specla.models import gated_deltanet, past
+from specla.models import language_model, past
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops import chunk
 from specla.state import StatePool
 from specla.tree import Tree
-from tests.targets import VARIANTS, committed, distance, equal, make_target, prompt, read_one_by_one, take
+from tests.targets import (
+    QWEN,
+    VARIANTS,
+    committed,
+    distance,
+    equal,
+    make_target,
+    prompt,
+    read_one_by_one,
+    take,
+)
 
 
 def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
@@ -23,7 +33,7 @@ def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
     return pool
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
 def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(75)
@@ -36,7 +46,9 @@ def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     assert distance(committed(pool, 0), committed(other, 0)) > 1e-3  # one wrong token shows
 
 
-@pytest.mark.parametrize("variant", ["grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window"])
+@pytest.mark.parametrize(
+    "variant", ["grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window", "qwen_next"]
+)
 def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(151)
@@ -82,7 +94,7 @@ def test_the_stretch_length_bounds_memory_and_changes_nothing(monkeypatch: pytes
     target = make_target("plain", torch.float64)
     text = prompt(900)
     whole = committed(prefilled(target, [text]), 0)
-    monkeypatch.setattr(gated_deltanet, "PREFILL_CHUNK", 96)
+    monkeypatch.setattr(language_model, "PREFILL_CHUNK", 96)
     largest = Largest()
     with largest:
         pool = prefilled(target, [text])
@@ -155,7 +167,7 @@ def test_a_prompt_read_by_kernels_leaves_the_same_state(
     assert not chunk.takes(want.layers[0].state, None)  # on a CPU plain torch reads
     monkeypatch.setattr(past, "takes_prompt", lambda *args: True)
     monkeypatch.setattr(past, "launch_prompt", launched)
-    monkeypatch.setattr(gated_deltanet, "PREFILL_CHUNK", 40)
+    monkeypatch.setattr(language_model, "PREFILL_CHUNK", 40)
     got = prefilled(target, [text])
     assert reads == 2 * target.config.num_hidden_layers
     assert distance(committed(got, 0), committed(want, 0)) < 1e-4

@@ -15,7 +15,7 @@ from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
 from specla.engine.reading import BLOCK, GRID, Pauses
 from specla.models.gated_deltanet import GatedDeltaNet
-from tests.targets import VARIANTS, committed, equal, make_target, prompt
+from tests.targets import QWEN, VARIANTS, committed, equal, make_target, prompt
 
 HYBRID = [name for name in VARIANTS if name.startswith("hybrid")]
 
@@ -46,7 +46,9 @@ def left_by(target: GatedDeltaNet, text: list[int], lengths: list[int]) -> list[
     return committed(pool, 0)
 
 
-@pytest.mark.parametrize(("variant", "threads"), [*((name, 1) for name in [*VARIANTS, "mini"]), ("plain", 2)])
+@pytest.mark.parametrize(
+    ("variant", "threads"), [*((name, 1) for name in [*VARIANTS, *QWEN, "mini"]), ("plain", 2)]
+)
 def test_pauses_leave_every_bit_of_a_state_as_it_is(variant: str, threads: int) -> None:
     target = mini() if variant == "mini" else make_target(variant)
     pauses, rng = Pauses.of(target.new_pool(1, 1)), random.Random(variant)

@@ -20,7 +20,7 @@ from specla.train.data import TokenDataset
 from specla.train.drafter import DrafterTraining, SelfText, frequent_tokens, train_drafter
 from specla.train.objectives import Objective
 from specla.train.tokenizer import train_tokenizer
-from tests.targets import build_target, make_config
+from tests.targets import build_target, make_config, make_qwen_config
 
 WORDS = "the cat sat on a mat and the dog ran to see if it could find some more food in the red house".split()
 TRAINING = DrafterTraining(
@@ -77,6 +77,19 @@ def test_the_loss_falls_and_the_drafter_loads(data, tmp_path: Path, mixer: str) 
     for name, weight in loaded.named_parameters():
         torch.testing.assert_close(weight, network.get_parameter(name).data, rtol=8e-3, atol=1e-5)
     assert not (tmp_path / "training.pt").exists()
+
+
+@pytest.mark.parametrize("variant", ["qwen_dense", "qwen_next"])
+def test_a_drafter_of_a_qwen_target_learns_and_says_whose_it_is(data, tmp_path: Path, variant: str) -> None:
+    target = build_target(make_qwen_config(variant, vocab_size=280))
+    layer_ids = (0, 1, target.config.num_hidden_layers)
+    training = replace(TRAINING, steps=24)
+    _, finished = run((target, *data[1:]), tmp_path, training, shape={"layer_ids": layer_ids})
+    log = rows(tmp_path)
+    assert finished and log[0]["loss"] > log[-1]["loss"] + 0.1
+    assert load_drafter(tmp_path, target).config.layer_ids == layer_ids
+    verifier = json.loads((tmp_path / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["architectures"] == [target.config.architecture]
 
 
 @pytest.mark.parametrize("features, share", [("recurrent", 0.1), ("parallel", 0.1), ("parallel", 1.0)])

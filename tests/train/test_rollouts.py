@@ -15,7 +15,7 @@ from specla.models.target import Tap
 from specla.train import rollouts
 from specla.train.rollouts import Recorder, Rollouts
 from specla.tree import Tree
-from tests.targets import VARIANTS, VOCAB, build_target, make_config, make_target
+from tests.targets import QWEN, VARIANTS, VOCAB, build_target, make_config, make_target
 
 LENGTH = 13
 STREAMS = (2, 0)
@@ -88,7 +88,7 @@ def test_it_goes_on_past_the_end_of_a_text() -> None:
     assert same(record(build_target(make_config("plain", eos_token_id=ending))), expected)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
 def test_features_and_hidden_are_verifications_bit_for_bit(variant: str) -> None:
     target = make_target(variant)
     got = record(target)
