@@ -168,11 +168,10 @@ def create_app(
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of tokens, special ones included."""
         check_model(asked.model)
-        jobs.check_tokens(asked.tokens, "tokens")
-        return {"prompt": engine.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+        return {"prompt": await _away(request, jobs.decode, asked.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

@@ -77,9 +77,13 @@ class JobMaker:
                 param="messages",
             )
         try:
-            return self.template.render([m.as_dict for m in messages], add_generation_prompt, **(more or {}))
+            return self.template.render([m.as_dict for m in messages], add_generation_prompt, more)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
+
+    def decode(self, token_ids: list[int]) -> str:
+        self.check_tokens(token_ids, "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         try:

@@ -69,6 +69,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stream_rounds": True}, "stream_rounds"),
         ({"user": 3}, "user"),
         ({"beam_width": 3}, "beam_width"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ],
     ids=str,
 )
@@ -100,6 +101,13 @@ def test_prompts_of_no_known_form_are_refused(server: Serving, prompt: Any):
 )  # fmt: skip
 def test_messages_of_no_known_form_are_refused(server: Serving, messages: Any):
     assert refused(server.post("/v1/chat/completions", messages=messages))["param"] == "messages"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_variables_of_a_template_leave_its_fields_alone(server: Serving, name: str):
+    error = refused(server.post("/v1/chat/completions", messages=MESSAGES, chat_template_kwargs={name: 1}))
+    assert error["param"] == "chat_template_kwargs"
+    assert name in error["message"]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -148,6 +156,7 @@ def test_an_unknown_model_is_not_found(server: Serving, path: str):
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "body"),
         (b"[" * 100_000, "body"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "\\ud800": 3}', "ud800"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     ],
     ids=lambda value: repr(value)[:30],
