@@ -55,8 +55,10 @@ def create_app(
         max_tokens: of an answer at most; by default as far as the context reaches.
 
     Raises:
-        ValueError: for a chat template that cannot be read, or limits below 1.
+        ValueError: for a chat template that cannot be read, limits below 1, or an empty key.
     """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key must not be empty")
     name = model_name or engine.llm.model_path.resolve().name
     limits = {"max_model_len": max_model_len, "max_tokens": max_tokens, "max_body_bytes": max_body_bytes}
     for option, value in limits.items():

@@ -12,7 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
+from specla.server.app import create_app
 from specla.server.protocol import UNSUPPORTED
 from tests.server.serving import MAX_DRAFT, Serving, save_model, serving
 
@@ -288,6 +290,23 @@ def test_with_the_key_the_model_has_the_name_it_was_given(guarded: Serving):
     assert guarded.complete(prompt="a", model="mine", max_tokens=1)["model"] == "mine"
 
 
+@pytest.mark.parametrize("key", ["clé ☃", "two words", "from-a-file\n"])
+def test_any_key_is_one(guarded: Serving, key: str):
+    app = create_app(guarded.engine, api_key=key)
+    with TestClient(app) as client:
+        for sent, status in (
+            (key.strip(), 200),
+            (key.strip()[:-1], 401),
+            (key.strip() + "x", 401),
+            ("", 401),
+        ):
+            headers = {"authorization": b"Bearer " + sent.encode()}
+            assert client.get("/v1/models", headers=headers).status_code == status, sent
+    for nothing in ("", " \n"):
+        with pytest.raises(ValueError, match="api_key"):
+            create_app(guarded.engine, api_key=nothing)
+
+
 def test_limits_of_length_hold_where_they_are_set(guarded: Serving):
     assert refused(guarded.post("/v1/completions", prompt="a", max_tokens=41))["param"] == "max_tokens"
     refused(guarded.post("/v1/completions", prompt="a" * 2000), 413)
@@ -311,8 +330,6 @@ def test_a_full_queue_is_429_and_a_request_that_never_fits_400(guarded: Serving)
 
 
 def test_limits_below_one_are_the_callers_mistake(guarded: Serving):
-    from specla.server.app import create_app
-
     for option in ("max_model_len", "max_tokens", "max_body_bytes"):
         with pytest.raises(ValueError, match=option):
             create_app(guarded.engine, **{option: 0})  # type: ignore[arg-type]
