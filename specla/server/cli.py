@@ -10,7 +10,7 @@ from typing import Any
 
 from specla.flags import add_model, add_speculation
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2")
 
 
 def add_serve(commands: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,39 @@ class TestBodies:
             answer = connection.recv(100)
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert sent < 32 << 20
+
+    @pytest.mark.parametrize(
+        ("begin", "block"),
+        [
+            (b"GET /", b"a" * (1 << 16)),
+            (b"GET /health HTTP/1.1\r\nx: ", b"a" * (1 << 16)),
+            (b"GET /health HTTP/1.1\r\n", b"x: y\r\n" * (1 << 13)),
+            (b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a" * (1 << 16)),
+        ],
+        ids=["path", "header", "headers", "chunk"],
+    )
+    def test_what_never_comes_to_its_end_is_refused(self, server: Serving, begin: bytes, block: bytes):
+        where, sent = urlsplit(server.url), 0
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=20) as connection:
+            connection.sendall(begin)
+            try:
+                while sent < 64 << 20:
+                    connection.sendall(block)
+                    sent += len(block)
+            except ConnectionError:
+                pass
+        assert sent < 32 << 20
+
+    def test_heads_that_fit_are_read(self, server: Serving):
+        """However slowly they come."""
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=20) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n")
+            for _ in range(5):
+                connection.sendall(b"x: " + b"y" * 10_000 + b"\r\n")
+                time.sleep(0.01)
+            connection.sendall(b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
 
     def test_chunks_that_fit_are_read(self, server: Serving):
         parts = iter([b'{"prompt": ', b'"the cat", ', b'"max_tokens": 1}'])
