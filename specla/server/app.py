@@ -108,7 +108,7 @@ def create_app(
             )
 
     def generated(answer: Answer, asked: CompletionRequest | ChatRequest, made: list[Job]) -> Generated:
-        counts = RequestMetrics(metrics, [len(job.token_ids) for job in made])
+        counts = RequestMetrics(metrics, made)
         return Generated(engine, made, answer, counts, bool(asked.stream))
 
     def facts(prefix: str, asked: CompletionRequest | ChatRequest, request: Request) -> dict[str, Any]:
@@ -160,12 +160,12 @@ def create_app(
     async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Tokens of a text, or of a chat as its template writes it."""
         check_model(asked.model)
-        special = asked.add_special_tokens
+        special, param = asked.add_special_tokens, "messages" if asked.prompt is None else "prompt"
         if asked.prompt is not None:
             text, special = asked.prompt, special is None or special
         else:
             text = jobs.render(asked.messages or [], asked.add_generation_prompt)
-        ids = await _away(request, jobs.encode, text, bool(special))
+        ids = await _away(request, jobs.encode, text, bool(special), param)
         names = [engine.tokenizer.token_str(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
 

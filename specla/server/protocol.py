@@ -147,13 +147,17 @@ class CompletionRequest(_Generation):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return value
         if isinstance(value, list) and value:
             kinds = {type(item) for item in value}
-            if kinds in ({str}, {int}):
+            if kinds == {str} and all(value):
                 return value
-            if kinds == {list} and all(row and {type(item) for item in row} == {int} for row in value):
+            rows = [value] if kinds == {int} else value if kinds == {list} else []
+            if rows and all(row and {type(item) for item in row} == {int} for row in rows):
+                least = min(map(min, rows))
+                if least < 0:
+                    raise ValueError(f"prompt: token ids must be at least 0, got {least}")
                 return value
         raise ValueError(f"prompt must be {PROMPT}, none of them empty")
 

@@ -107,5 +107,7 @@ def test_a_prompt_seen_before_hits_the_prefix_cache(fresh: Serving):
         fresh.complete(prompt=prompt, max_tokens=1)
     found = read(fresh)
     assert found["prefix_cache_queries_total"] == 3 * len(prompt)
+    fresh.complete(prompt=prompt, max_tokens=0, echo=True, logprobs=0)  # scored, and so read in full
+    assert read(fresh)["prefix_cache_queries_total"] == 3 * len(prompt)
     assert found["prefix_cache_hits_total"] > 400
     assert found["prefix_cache_bytes"] > 0
