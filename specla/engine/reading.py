@@ -14,9 +14,9 @@ STEP, STEP_GPU = 256, 2048  # prompt tokens of a step, unless told otherwise
 class Pauses(NamedTuple):
     """The places of a prompt at which reading may pause, or must: every `unit` tokens.
 
-    On a CPU recurrent layers compute block by block, and it does not matter how many blocks are read together.
-    Attention sums in an order that depends on it, and on a GPU a walk rounds by the largest value that it meets, so
-    there the number is always the same.
+    On a CPU recurrent layers compute block by block, and it does not matter how many blocks are read together; blocks
+    begin where reading does, which may be anywhere in a text that goes on. Attention sums in an order that depends on
+    it, and on a GPU a walk rounds by the largest value that it meets, so there the number is always the same.
     """
 
     unit: int
@@ -34,9 +34,8 @@ class Pauses(NamedTuple):
         """Tokens to read now, at most `most`, of those from `done` to `end`; 0 when none can be."""
         if end - done <= most and (not self.must or end // self.unit == done // self.unit):
             return end - done
-        whole = (done // self.unit + 1) if self.must else (done + most) // self.unit
-        pause = whole * self.unit
-        return pause - done if done < pause <= min(end, done + most) else 0
+        count = self.unit - done % self.unit if self.must else most // self.unit * self.unit
+        return count if count <= min(end - done, most) else 0
 
 
 def default_step(pool: StatePool) -> int:

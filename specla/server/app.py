@@ -55,8 +55,10 @@ def create_app(
         max_tokens: of an answer at most; by default as far as the context reaches.
 
     Raises:
-        ValueError: for a chat template that cannot be read, or limits below 1.
+        ValueError: for a chat template that cannot be read, limits below 1, or an empty key.
     """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key must not be empty")
     name = model_name or engine.llm.model_path.resolve().name
     limits = {"max_model_len": max_model_len, "max_tokens": max_tokens, "max_body_bytes": max_body_bytes}
     for option, value in limits.items():
@@ -106,7 +108,7 @@ def create_app(
             )
 
     def generated(answer: Answer, asked: CompletionRequest | ChatRequest, made: list[Job]) -> Generated:
-        counts = RequestMetrics(metrics, [len(job.token_ids) for job in made])
+        counts = RequestMetrics(metrics, made)
         return Generated(engine, made, answer, counts, bool(asked.stream))
 
     def facts(prefix: str, asked: CompletionRequest | ChatRequest, request: Request) -> dict[str, Any]:
@@ -158,21 +160,20 @@ def create_app(
     async def tokenize(asked: TokenizeRequest, request: Request) -> dict[str, Any]:
         """Tokens of a text, or of a chat as its template writes it."""
         check_model(asked.model)
-        special = asked.add_special_tokens
+        special, param = asked.add_special_tokens, "messages" if asked.prompt is None else "prompt"
         if asked.prompt is not None:
             text, special = asked.prompt, special is None or special
         else:
             text = jobs.render(asked.messages or [], asked.add_generation_prompt)
-        ids = await _away(request, jobs.encode, text, bool(special))
+        ids = await _away(request, jobs.encode, text, bool(special), param)
         names = [engine.tokenizer.token_str(token) for token in ids] if asked.return_token_strs else None
         return {"count": len(ids), "max_model_len": context, "tokens": ids, "token_strs": names}
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> dict[str, Any]:
         """The text of tokens, special ones included."""
         check_model(asked.model)
-        jobs.check_tokens(asked.tokens, "tokens")
-        return {"prompt": engine.tokenizer.decode(asked.tokens, skip_special_tokens=False)}
+        return {"prompt": await _away(request, jobs.decode, asked.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:

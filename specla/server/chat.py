@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,10 +29,15 @@ class ChatTemplate:
             raise ValueError(f"the chat template is not valid Jinja: {error}") from None
         self.source, self._special_tokens = source, special_tokens
 
-    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **more: Any) -> str:
-        """ValueError for messages that the template does not take."""
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        more: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text; `more` are further variables. ValueError for messages that the template does not take."""
         given = {
-            **self._special_tokens, "tools": None, "documents": None, **more,
+            **self._special_tokens, "tools": None, "documents": None, **(more or {}),
             "messages": messages, "add_generation_prompt": add_generation_prompt,
         }  # fmt: skip
         try:

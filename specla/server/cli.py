@@ -10,7 +10,7 @@ from typing import Any
 
 from specla.flags import add_model, add_speculation
 
-NEEDED = ("fastapi", "uvicorn", "prometheus_client", "jinja2")
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client", "jinja2")
 
 
 def add_serve(commands: Any) -> None:
@@ -109,7 +109,7 @@ def run_serve(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be {allowed}, got {value}")
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", args.metrics_prefix):
         raise ValueError(f"--metrics-prefix must be letters, digits and _, got {args.metrics_prefix!r}")
-    if args.api_key == "":
+    if args.api_key is not None and not args.api_key.strip():
         raise ValueError("--api-key must not be empty")
 
     from specla.server.serve import serve

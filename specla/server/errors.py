@@ -63,7 +63,8 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return JSONResponse(error_body(400, f"the body is not JSON: {first['ctx']['error']}"), 400)
-    where = [str(part) for part in first["loc"][1:]]
+    # without the names that the forms of a field have among themselves, as "constrained-str"
+    where = [str(part) for part in first["loc"][1:] if isinstance(part, int) or part.isidentifier()]
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "refusal":
         where = [first["ctx"]["param"]]

@@ -27,7 +27,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, api_key: str | None, max_body_bytes: int):
         self._app, self._max_body_bytes = app, max_body_bytes
-        self._key = None if api_key is None else api_key.encode()
+        self._key = None if api_key is None else api_key.strip().encode()  # files end in a newline
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +65,8 @@ class Guard:
         if self._key is None or path in OPEN:
             return
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        # compared in full whatever differs, so that the time tells nothing
-        if not hmac.compare_digest(token.strip().encode(), self._key) or scheme.lower() != "bearer":
+        # as bytes, which is what headers are; compared in full whatever differs, so that the time tells nothing
+        if not hmac.compare_digest(token.strip().encode("latin-1"), self._key) or scheme.lower() != "bearer":
             raise ApiError(
                 401,
                 "a valid key is needed: Authorization: Bearer KEY",

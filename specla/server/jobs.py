@@ -61,7 +61,7 @@ class JobMaker:
         """The rendered messages, and n jobs for them."""
         self._check_count(1, request.n or 1)
         text = self.render(request.messages, request.add_generation_prompt, request.chat_template_kwargs)
-        prompt = Prompt(text, self.encode(text, add_special_tokens=False))
+        prompt = Prompt(text, self.encode(text, add_special_tokens=False, param="messages"))
         if not prompt.token_ids:
             raise ApiError(400, "the messages have no tokens", param="messages")
         asked = request.max_completion_tokens or request.max_tokens
@@ -77,15 +77,19 @@ class JobMaker:
                 param="messages",
             )
         try:
-            return self.template.render([m.as_dict for m in messages], add_generation_prompt, **(more or {}))
+            return self.template.render([m.as_dict for m in messages], add_generation_prompt, more)
         except ValueError as error:
             raise ApiError(400, str(error), param="messages") from None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def decode(self, token_ids: list[int]) -> str:
+        self.check_tokens(token_ids, "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True, param: str = "prompt") -> list[int]:
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         except ValueError as error:
-            raise ApiError(400, str(error), param="prompt") from None
+            raise ApiError(400, str(error), param=param) from None
 
     def check_tokens(self, token_ids: list[int], name: str = "prompt") -> None:
         wrong = next((t for t in token_ids if not 0 <= t < self.vocab_size), None)

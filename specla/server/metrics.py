@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from specla.server.runner import AsyncEngine, Delta
+from specla.server.runner import AsyncEngine, Delta, Job
 
 # vLLM's buckets, in seconds
 _SLOW = (0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -64,11 +64,11 @@ class Metrics:
 class RequestMetrics:
     """Counts what one request brings, from now on."""
 
-    def __init__(self, metrics: Metrics, lengths: Sequence[int]):
+    def __init__(self, metrics: Metrics, jobs: Sequence[Job]):
         self._metrics = metrics
         self._start = time.perf_counter()
-        self._lengths, self._last = lengths, [0.0] * len(lengths)
-        self._running = set(range(len(lengths)))
+        self._jobs, self._last = jobs, [0.0] * len(jobs)
+        self._running = set(range(len(jobs)))
 
     def observe(self, deltas: Sequence[Delta]) -> None:
         """Record deltas that have just arrived."""
@@ -77,9 +77,10 @@ class RequestMetrics:
             count, last = len(delta.token_ids), self._last[delta.index]
             if count and not last:
                 metrics.first.observe(now - self._start)
-                length = self._lengths[delta.index]
+                job = self._jobs[delta.index]
+                length = len(job.token_ids)
                 metrics.prompt_tokens.inc(length)
-                if metrics.has_prefix_cache:
+                if metrics.has_prefix_cache and job.params.prompt_logprobs is None:  # else all of it is read
                     metrics.prefix_queries.inc(length)
                     metrics.prefix_hits.inc(delta.num_cached)
             elif count:

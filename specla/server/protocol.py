@@ -10,12 +10,20 @@ from pydantic_core import PydanticCustomError
 from specla.engine.params import LEAST
 
 MOST_CHOICES = 128
+MOST_METADATA = 16  # OpenAI's own limit
+LONGEST_NAME = 80
 
 Text = Annotated[str, Field(min_length=1)]
 Token = Annotated[int, Field(ge=0)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+# lists end at their first mistake: a list of all of them would be a thousand times as large as the body
+Texts = Annotated[list[Text], Field(fail_fast=True)]
+TokenList = Annotated[list[Token], Field(fail_fast=True)]
+Tokens = Annotated[TokenList, Field(min_length=1)]
 Prompt = (
-    Text | Annotated[list[Text], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    Text
+    | Annotated[Texts, Field(min_length=1)]
+    | Tokens
+    | Annotated[list[Tokens], Field(min_length=1, fail_fast=True)]
 )
 PROMPT = "a string, a list of strings, a list of token ids, or a list of such lists"
 
@@ -49,6 +57,18 @@ def refusal(param: str, message: str) -> PydanticCustomError:
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _check_names(cls, values: Any) -> Any:
+        """The first that is unknown is enough, as with lists."""
+        names = values if isinstance(values, dict) else ()
+        unknown = next(
+            (ascii(name)[1:-1][:LONGEST_NAME] for name in names if name not in cls.model_fields), None
+        )
+        if unknown is not None:
+            raise refusal(unknown, f"{unknown} is not known here")
+        return values
+
 
 class StreamOptions(_Strict):
     include_usage: bool | None = None
@@ -66,8 +86,8 @@ class _Generation(_Strict):
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, ge=LEAST, le=100)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1 - MOST_CHOICES)
-    stop: Text | list[Text] | None = Field(None, description="The text ends before the first of these.")
-    stop_token_ids: list[Token] | None = None
+    stop: Text | Texts | None = Field(None, description="The text ends before the first of these.")
+    stop_token_ids: TokenList | None = None
     ignore_eos: bool | None = None
     num_speculative_tokens: int | None = Field(
         None, ge=0, description="Drafts a round at most; 0 decodes plainly."
@@ -103,6 +123,13 @@ class _Generation(_Strict):
             raise ValueError("stop must be a non-empty string or a list of such")
         return value
 
+    @field_validator("metadata", mode="before")
+    @classmethod
+    def _check_metadata(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_METADATA:
+            raise ValueError(f"metadata must have at most {MOST_METADATA} entries, got {len(value)}")
+        return value
+
     @model_validator(mode="after")
     def _check_stream(self) -> Any:
         for name in ("stream_options", "stream_rounds"):
@@ -120,13 +147,17 @@ class CompletionRequest(_Generation):
     @field_validator("prompt", mode="before")
     @classmethod
     def _check_prompt(cls, value: Any) -> Any:
-        if isinstance(value, str):
+        if isinstance(value, str) and value:
             return value
         if isinstance(value, list) and value:
             kinds = {type(item) for item in value}
-            if kinds in ({str}, {int}):
+            if kinds == {str} and all(value):
                 return value
-            if kinds == {list} and all(row and {type(item) for item in row} == {int} for row in value):
+            rows = [value] if kinds == {int} else value if kinds == {list} else []
+            if rows and all(row and {type(item) for item in row} == {int} for row in rows):
+                least = min(map(min, rows))
+                if least < 0:
+                    raise ValueError(f"prompt: token ids must be at least 0, got {least}")
                 return value
         raise ValueError(f"prompt must be {PROMPT}, none of them empty")
 
@@ -152,7 +183,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str = Field(min_length=1)
-    content: str | list[TextPart]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
 
     @property
     def as_dict(self) -> dict[str, Any]:
@@ -160,8 +191,11 @@ class Message(BaseModel):
         return {**(self.model_extra or {}), "role": self.role, "content": text}
 
 
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+
+
 class ChatRequest(_Generation):
-    messages: list[Message] = Field(min_length=1)
+    messages: Messages
     max_tokens: int | None = Field(None, ge=1, description="Default: as far as the context reaches.")
     max_completion_tokens: int | None = Field(None, ge=1, description="As max_tokens, which it overrides.")
     logprobs: bool | None = None
@@ -172,6 +206,14 @@ class ChatRequest(_Generation):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _check_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        taken = sorted({"messages", "add_generation_prompt"} & set(value or ()))
+        if taken:
+            raise ValueError(f"chat_template_kwargs must leave {taken[0]} to the field of that name")
+        return value
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Any:
@@ -185,7 +227,7 @@ class TokenizeRequest(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="Default: true for a prompt, false for a chat.")
     add_generation_prompt: bool = True
     return_token_strs: bool | None = None
@@ -199,7 +241,7 @@ class TokenizeRequest(_Strict):
 
 class DetokenizeRequest(_Strict):
     model: str | None = None
-    tokens: list[Token]
+    tokens: TokenList
 
 
 class ErrorDetail(BaseModel):

@@ -45,7 +45,11 @@ class Generated(Response):
             work.result()
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        stream = await self._submit()
+        try:
+            stream = await self._submit()
+        except asyncio.CancelledError:  # gone before the engine's thread had heard of it
+            self._metrics.end()
+            raise
         try:
             if self._streaming:
                 await self._stream(stream, send)

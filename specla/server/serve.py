@@ -17,6 +17,7 @@ from specla.engine.llm import LLM
 from specla.engine.params import SamplingParams
 from specla.flags import speculative_config
 from specla.server.app import create_app
+from specla.server.heads import BoundedProtocol
 from specla.server.runner import AsyncEngine
 
 FLUSH = 10  # seconds that clients have to read what was sent to them, once nothing runs
@@ -51,6 +52,7 @@ def serve(args: argparse.Namespace) -> int:
             )
             config = uvicorn.Config(
                 app,
+                http=BoundedProtocol,
                 lifespan="off",
                 ws="none",
                 log_level="info" if args.access_log else "warning",

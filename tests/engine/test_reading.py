@@ -68,6 +68,22 @@ def test_pauses_leave_every_bit_of_a_state_as_it_is(variant: str, threads: int) 
     assert cuts > 2
 
 
+@pytest.mark.parametrize("variant", ["plain", "conv_2", "hybrid_two_kinds"])
+def test_nor_do_they_in_a_text_that_goes_on(variant: str) -> None:
+    """A second turn begins anywhere."""
+    left = []
+    for most in (10**6, 128, 200):
+        engine = Engine(make_target(variant), NoDrafter(), max_num_batched_tokens=most)
+        sequence = engine.add(prompt(40), SamplingParams(max_tokens=5), keep_slot=True)
+        while not sequence.finish_reason:
+            engine.step()
+        engine.resume(sequence, prompt(300, 1), SamplingParams(max_tokens=1))
+        engine.admit()
+        assert sequence.slot is not None and sequence.is_read
+        left.append(committed(engine.pool, sequence.slot))
+    assert equal(left[1], left[0]) and equal(left[2], left[0])
+
+
 def test_the_law_above_can_be_broken() -> None:
     """A cut within a block is another sum."""
     text = prompt(200)

@@ -17,6 +17,7 @@ import uvicorn
 
 from specla import LLM
 from specla.server.app import create_app
+from specla.server.heads import BoundedProtocol
 from specla.server.runner import AsyncEngine
 from tests.checkpoints import save_checkpoint
 
@@ -80,7 +81,9 @@ def serving(directory: Path | None, max_waiting: int = 512, **options: Any) -> I
     llm = LLM(directory, speculative_config=drafts, max_num_seqs=4, prefix_cache_bytes=1 << 20)
     engine = AsyncEngine(llm, max_waiting)
     app = create_app(engine, **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, http=BoundedProtocol, log_level="critical", lifespan="off", ws="none")
+    )
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -131,7 +131,7 @@ def test_templates_have_what_transformers_gives_them():
         "{{ tools is none }}|{{ strftime_now('%Y') | length }}|{{ flag }}"
     )
     messages = [{"role": "tool", "content": "é<"}, {"role": "user", "content": ""}] * 2
-    written = ChatTemplate(source, {}).render(messages, flag=1)
+    written = ChatTemplate(source, {}).render(messages, more={"flag": 1})
     assert written == '{"role": "tool", "content": "é<"}\nTrue|4|1'
 
 

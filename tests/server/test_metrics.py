@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -82,11 +85,29 @@ def test_running_waiting_and_aborted_are_seen(fresh: Serving):
     assert found["num_requests_running"] == found["num_requests_waiting"] == 0
 
 
+def test_who_leaves_before_the_engine_has_heard_of_it_is_counted_too(fresh: Serving):
+    heard = threading.Event()
+    fresh.engine._commands.put(heard.wait)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            fresh.client.post("/v1/completions", json={"prompt": TEXT}, timeout=0.3)
+        end = time.monotonic() + 30
+        while fresh.engine.num_live:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+    finally:
+        heard.set()
+    fresh.idle()
+    assert read(fresh)["request_success_total/abort"] == 1
+
+
 def test_a_prompt_seen_before_hits_the_prefix_cache(fresh: Serving):
     prompt = list(range(2, 60)) * 10
     for _ in range(3):
         fresh.complete(prompt=prompt, max_tokens=1)
     found = read(fresh)
     assert found["prefix_cache_queries_total"] == 3 * len(prompt)
+    fresh.complete(prompt=prompt, max_tokens=0, echo=True, logprobs=0)  # scored, and so read in full
+    assert read(fresh)["prefix_cache_queries_total"] == 3 * len(prompt)
     assert found["prefix_cache_hits_total"] > 400
     assert found["prefix_cache_bytes"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 
+from specla.server.app import create_app
 from specla.server.protocol import UNSUPPORTED
 from tests.server.serving import MAX_DRAFT, Serving, save_model, serving
 
@@ -69,6 +72,7 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
         ({"stream_rounds": True}, "stream_rounds"),
         ({"user": 3}, "user"),
         ({"beam_width": 3}, "beam_width"),
+        ({"metadata": {str(n): "" for n in range(17)}}, "metadata"),
     ],
     ids=str,
 )
@@ -84,13 +88,14 @@ def test_values_that_do_not_fit_are_named(
 
 
 @pytest.mark.parametrize(
-    "prompt", [None, "", [], [[]], [[], "a"], ["a", 3], [1, "a"], [1.0], [True], [[1], [2.0]], [-1],
-               [10**6], {}, 7, "\ud800"]
+    "prompt", [None, "", [], [[]], [[], "a"], ["a", 3], ["a", ""], [[3], [-1]], [1, "a"], [1.0], [True],
+               [[1], [2.0]], [-1], [10**6], {}, 7, "\ud800"]
 )  # fmt: skip
 def test_prompts_of_no_known_form_are_refused(server: Serving, prompt: Any):
     body = json.dumps({"prompt": prompt})
     error = refused(server.client.post("/v1/completions", content=body, headers=JSON))
     assert "prompt" in error["message"] or "Unicode" in error["message"]
+    assert "constrained" not in error["message"]  # the validator's own words
 
 
 @pytest.mark.parametrize(
@@ -100,6 +105,13 @@ def test_prompts_of_no_known_form_are_refused(server: Serving, prompt: Any):
 )  # fmt: skip
 def test_messages_of_no_known_form_are_refused(server: Serving, messages: Any):
     assert refused(server.post("/v1/chat/completions", messages=messages))["param"] == "messages"
+
+
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_variables_of_a_template_leave_its_fields_alone(server: Serving, name: str):
+    error = refused(server.post("/v1/chat/completions", messages=MESSAGES, chat_template_kwargs={name: 1}))
+    assert error["param"] == "chat_template_kwargs"
+    assert name in error["message"]
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
@@ -148,6 +160,7 @@ def test_an_unknown_model_is_not_found(server: Serving, path: str):
         (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "body"),
         (b"[" * 100_000, "body"),
         (b'{"prompt": "a", "temperature": NaN}', "temperature"),
+        (b'{"prompt": "a", "\\ud800": 3}', "ud800"),
         (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     ],
     ids=lambda value: repr(value)[:30],
@@ -241,6 +254,39 @@ class TestBodies:
         assert answer.startswith(b"HTTP/1.1 413 ")
         assert sent < 32 << 20
 
+    @pytest.mark.parametrize(
+        ("begin", "block"),
+        [
+            (b"GET /", b"a" * (1 << 16)),
+            (b"GET /health HTTP/1.1\r\nx: ", b"a" * (1 << 16)),
+            (b"GET /health HTTP/1.1\r\n", b"x: y\r\n" * (1 << 13)),
+            (b"POST /tokenize HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;", b"a" * (1 << 16)),
+        ],
+        ids=["path", "header", "headers", "chunk"],
+    )
+    def test_what_never_comes_to_its_end_is_refused(self, server: Serving, begin: bytes, block: bytes):
+        where, sent = urlsplit(server.url), 0
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=20) as connection:
+            connection.sendall(begin)
+            try:
+                while sent < 64 << 20:
+                    connection.sendall(block)
+                    sent += len(block)
+            except ConnectionError:
+                pass
+        assert sent < 32 << 20
+
+    def test_heads_that_fit_are_read(self, server: Serving):
+        """However slowly they come."""
+        where = urlsplit(server.url)
+        with socket.create_connection((where.hostname or "", where.port or 0), timeout=20) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n")
+            for _ in range(5):
+                connection.sendall(b"x: " + b"y" * 10_000 + b"\r\n")
+                time.sleep(0.01)
+            connection.sendall(b"\r\n")
+            assert connection.recv(100).startswith(b"HTTP/1.1 200 ")
+
     def test_chunks_that_fit_are_read(self, server: Serving):
         parts = iter([b'{"prompt": ', b'"the cat", ', b'"max_tokens": 1}'])
         assert server.client.post("/v1/completions", content=parts, headers=JSON).status_code == 200
@@ -279,6 +325,23 @@ def test_with_the_key_the_model_has_the_name_it_was_given(guarded: Serving):
     assert guarded.complete(prompt="a", model="mine", max_tokens=1)["model"] == "mine"
 
 
+@pytest.mark.parametrize("key", ["clé ☃", "two words", "from-a-file\n"])
+def test_any_key_is_one(guarded: Serving, key: str):
+    app = create_app(guarded.engine, api_key=key)
+    with TestClient(app) as client:
+        for sent, status in (
+            (key.strip(), 200),
+            (key.strip()[:-1], 401),
+            (key.strip() + "x", 401),
+            ("", 401),
+        ):
+            headers = {"authorization": b"Bearer " + sent.encode()}
+            assert client.get("/v1/models", headers=headers).status_code == status, sent
+    for nothing in ("", " \n"):
+        with pytest.raises(ValueError, match="api_key"):
+            create_app(guarded.engine, api_key=nothing)
+
+
 def test_limits_of_length_hold_where_they_are_set(guarded: Serving):
     assert refused(guarded.post("/v1/completions", prompt="a", max_tokens=41))["param"] == "max_tokens"
     refused(guarded.post("/v1/completions", prompt="a" * 2000), 413)
@@ -302,8 +365,6 @@ def test_a_full_queue_is_429_and_a_request_that_never_fits_400(guarded: Serving)
 
 
 def test_limits_below_one_are_the_callers_mistake(guarded: Serving):
-    from specla.server.app import create_app
-
     for option in ("max_model_len", "max_tokens", "max_body_bytes"):
         with pytest.raises(ValueError, match=option):
             create_app(guarded.engine, **{option: 0})  # type: ignore[arg-type]
