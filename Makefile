@@ -54,7 +54,7 @@ export DEMO_CODE DEMO_PROSE
 demo: .venv/.core
 	@echo "== code, by the trained drafter and by lookup (accepted drafts are green on a terminal)"; echo
 	@$(BIN)/specla generate -p "$$DEMO_CODE" --max-tokens 140 --temperature 0.8 --seed 6 --compare
-	@echo; echo "== prose, drawn at a temperature: the drafter knows the noise beforehand"; echo
+	@echo; echo "== fresh prose at a temperature, the hard case: the same text, and little or no gain"; echo
 	@$(BIN)/specla generate -p "$$DEMO_PROSE" --max-tokens 110 --temperature 0.7 --top-p 0.9 --seed 5 --compare
 
 lint: .venv/.dev

@@ -1,8 +1,8 @@
 """specla's server as Ray Serve replicas: one engine each, requests spread over them, dead ones replaced.
 
-pip install 'specla[server]' 'ray[serve]'
+pip install -e '.[server]' 'ray[serve]'                         # in a clone
 python examples/ray_serve.py --replicas 2                        # here
-cd examples && serve run --working-dir . ray_serve:build max_replicas=8 num_gpus=1 model=PATH
+cd examples && serve run --working-dir . ray_serve:build max_replicas=8 num_gpus=1 model=/ABSOLUTE/PATH
                                                                  # on a cluster that `ray start` has made
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from fastapi import FastAPI
@@ -82,7 +83,7 @@ def deploy(args: dict[str, Any], make_app: Callable[[dict[str, Any]], FastAPI]) 
             """Serve replaces a replica for which this raises."""
             engine = self.app.state.engine
             if not engine.healthy:
-                raise RuntimeError(f"the engine has died: {engine.failure}")
+                raise RuntimeError(f"the engine has failed: {engine.failure}")
 
     return Replica.bind()
 
@@ -90,11 +91,13 @@ def deploy(args: dict[str, Any], make_app: Callable[[dict[str, Any]], FastAPI]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description="specla's server as Ray Serve replicas on this machine.")
     parser.add_argument("--model", help="a checkpoint; default: the bundled pair")
-    parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--replicas", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     args = parser.parse_args()
     serve.start(http_options={"host": "127.0.0.1", "port": args.port})
-    serve.run(build({"model": args.model, "replicas": args.replicas}), name=NAME, blocking=True)
+    with suppress(KeyboardInterrupt):
+        serve.run(build({"model": args.model, "replicas": args.replicas}), name=NAME, blocking=True)
+    serve.shutdown()
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _parser(argv: Sequence[str]) -> _Parser:
 
         add_bench(commands)
     else:
-        commands.add_parser("bench", help="measure generation; one JSON line last")
+        commands.add_parser("bench", help="measure generation, kernels or a server; one JSON line last")
     return parser
 
 

@@ -17,12 +17,13 @@ def add_model(p: argparse.ArgumentParser, what: str = "checkpoint directory") ->
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, float16 or float64")
 
 
-def add_speculation(p: argparse._ActionsContainer, drafter: str) -> None:
-    """--drafter, --verify and the sizes of a tree; `drafter` says what runs when none is named."""
+def add_speculation(p: argparse._ActionsContainer, drafter: str, told: bool = True) -> None:
+    """--drafter, --verify and the sizes of a tree; `drafter` says what runs when none is named, `told` whether the
+    drafter that knows the answer may.
+    """
     default = SpeculativeConfig()
-    p.add_argument(
-        "--drafter", metavar="NAME", help=f"a directory, {', '.join(DRAFTERS)}; default: {drafter}"
-    )
+    names = ", ".join(name for name in DRAFTERS if told or name != "synthetic")
+    p.add_argument("--drafter", metavar="NAME", help=f"a directory, {names}; default: {drafter}")
     p.add_argument("--verify", choices=MODES, default=default.verify, help="default: %(default)s")
     p.add_argument(
         "--num-speculative-tokens",
@@ -34,10 +35,16 @@ def add_speculation(p: argparse._ActionsContainer, drafter: str) -> None:
         "--num-steps", type=int, metavar="N", help=f"depth of a tree; default: {default.num_steps}"
     )
     p.add_argument(
-        "--topk", type=int, metavar="K", help=f"children of a node, 1: a chain; default: {default.topk}"
+        "--topk",
+        type=int,
+        metavar="K",
+        help=f"children of a node of the tree, 1: a chain; default: {default.topk}",
     )
     p.add_argument("--prune-threshold", type=float, metavar="X", help="for drafters that give probabilities")
-    p.add_argument("--synthetic-acceptance-rate", type=float, metavar="P", help="of drafter synthetic")
+    if told:
+        p.add_argument("--synthetic-acceptance-rate", type=float, metavar="P", help="of drafter synthetic")
+    else:
+        p.set_defaults(synthetic_acceptance_rate=None)
 
 
 def given(args: argparse.Namespace) -> list[str]:

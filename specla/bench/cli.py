@@ -87,7 +87,7 @@ def _add_serve(kinds: Any) -> None:
         "--temperature", type=float, default=SamplingParams().temperature, metavar="T", help="0 is greedy"
     )
     p.add_argument("--seed", type=int, default=0)
-    add_speculation(p, drafter="the one that comes with the model, else ngram")
+    add_speculation(p, drafter="the one that comes with the model, else ngram", told=False)
     p.add_argument(
         "--threads", type=int, metavar="N", help="of torch, for each of both (default: its own choice)"
     )
@@ -98,7 +98,7 @@ def _add_serve(kinds: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Measure, print the table and the JSON document; 1 when texts differ or requests failed."""
     if find_spec("uvicorn") is None:
-        raise ValueError("bench serve needs the server: pip install 'specla[server]'")
+        raise ValueError("bench serve needs the server: pip install -e '.[server]', in a clone of specla")
     for name, least, most in (("streams", 1, 4096), ("max_tokens", 1, 10**6), ("repeat", 1, 10**4),
                               ("threads", 1, 4096)):  # fmt: skip
         _check_range(args, name, least, most)

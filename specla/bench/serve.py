@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import selectors
 import shlex
@@ -91,6 +92,10 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
         "device": torch.cuda.get_device_name(llm.device) if llm.device.type == "cuda" else "cpu",
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
+        "dtype": str(llm.dtype).removeprefix("torch."),
+        "verify": args.verify,
+        "num_speculative_tokens": llm.config.num_speculative_tokens,
+        "drafter": llm.drafter.name,
         "streams": args.streams,
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -122,9 +127,13 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
 def print_tables(report: dict[str, Any]) -> None:
     """What a person reads."""
     engine, server = report["engine"]["tokens_per_s"], report["server"]["tokens_per_s"]
-    print(f"{report['streams']} streams of {report['max_tokens']} tokens, median of {report['repeat']}")
+    what = f"{report['dtype']} weights, drafts {report['num_speculative_tokens']} by {report['drafter']}"
+    print(
+        f"{report['streams']} streams of {report['max_tokens']} tokens, median of {report['repeat']}: {what}"
+    )
     print(f"  engine alone  {engine:>9,.1f} tokens/s")
-    print(f"  server        {server:>9,.1f} tokens/s, {100 * report['overhead']:.1f} % less")
+    share = 100 * report["overhead"]
+    print(f"  server        {server:>9,.1f} tokens/s, {abs(share):.1f} % {'less' if share >= 0 else 'more'}")
     for name in ("first_token_ms", "between_chunks_ms"):
         each = report["server"][name]
         print(f"  {name[:-3].replace('_', ' '):<14}{each['median']:>7.1f} ms, 95 %: {each['p95']:.1f} ms")
@@ -142,7 +151,8 @@ def _server(args: argparse.Namespace) -> Iterator[str]:
             flags += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
     model = [] if args.model is None else [args.model]
     command = [sys.executable, "-m", "specla", "serve", *model, *flags]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    open_to_all = {name: value for name, value in os.environ.items() if name != "SPECLA_API_KEY"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=open_to_all)
     assert process.stderr is not None
     try:
         line = process.stderr.readline()

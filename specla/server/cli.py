@@ -19,8 +19,8 @@ def add_serve(commands: Any) -> None:
         "serve",
         help="an OpenAI-compatible server",
         description="Serve a model over HTTP: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, "
-        "/detokenize, /health and /metrics. SIGTERM or Ctrl-C ends it once what runs has ended; a second one ends it "
-        "at once.",
+        "/detokenize, /health and /metrics, and a page at /. SIGTERM or Ctrl-C ends it once what runs has ended; a "
+        "second one ends it at once.",
     )
     add_model(p)
     where = p.add_argument_group("where")
@@ -32,7 +32,7 @@ def add_serve(commands: Any) -> None:
     )
     where.add_argument(
         "--api-key",
-        default=os.environ.get("SPECLA_API_KEY"),
+        default=os.environ.get("SPECLA_API_KEY") or None,
         metavar="KEY",
         help="what clients must show; default: $SPECLA_API_KEY, else nothing",
     )
@@ -85,12 +85,18 @@ def add_serve(commands: Any) -> None:
         help="seconds that what runs may take to end after SIGTERM; default: %(default)s",
     )  # fmt: skip
     p.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="for requests without one; default: %(default)s"
+        "--seed",
+        type=int,
+        default=0,
+        metavar="N",
+        help="of which requests without one get theirs; default: %(default)s",
     )
     p.add_argument("--threads", type=int, metavar="N", help="of torch (default: its own choice)")
     p.add_argument("--access-log", action="store_true", help="a line for each request, on stdout")
     add_speculation(
-        p.add_argument_group("speculation"), drafter="the one that comes with the model, else ngram"
+        p.add_argument_group("speculation"),
+        drafter="the one that comes with the model, else ngram",
+        told=False,
     )
     p.set_defaults(run=run_serve)
 
@@ -99,7 +105,9 @@ def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal; 0 when all that ran could end, 1 when the time for that was over."""
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise ValueError(f'serve needs {", ".join(missing)}: pip install "specla[server]"')
+        raise ValueError(
+            f"serve needs {', '.join(missing)}: pip install -e '.[server]', in a clone of specla"
+        )
     for name, least, most in (("port", 0, 65535), ("max_waiting", 0, 10**6), ("max_model_len", 1, None),
                               ("max_tokens", 1, None), ("max_body_bytes", 1, None), ("drain_timeout", 0, 10**6),
                               ("threads", 1, 4096)):  # fmt: skip

@@ -110,7 +110,7 @@ def test_a_missing_extra_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("specla.server.cli.find_spec", lambda name: None if name == "uvicorn" else object())
-    assert 'serve needs uvicorn: pip install "specla[server]"' in fails(capsys, "serve")
+    assert "serve needs uvicorn: pip install -e '.[server]'" in fails(capsys, "serve")
 
 
 def test_help_names_routes_and_limits(capsys: pytest.CaptureFixture[str]):
