@@ -19,6 +19,7 @@ from benchmarks.gdn_1p3b.rollouts import join_parts, write_parts
 from specla import __version__
 from specla.bench.prompts import read_prompts
 from specla.bench.table import Table, TableSettings, measure_table, settings_identity
+from specla.drafters.network import Eagle
 from specla.engine.drafting import load_network
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.loader import load_target, read_config
@@ -241,11 +242,11 @@ def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over:
     folder = args.target or args.work / "target"
     target = load_target(folder, device)
     tokenizer = load_tokenizer(folder)
-    network = (
-        load_network(args.drafter or args.work / "drafter", target) if is_done("drafter", args) else None
-    )
-    if isinstance(network, str):
-        raise ValueError(f"{args.drafter} is no drafter")
+    network = None
+    if is_done("drafter", args):
+        network = load_network(args.drafter or args.work / "drafter", target, folder)
+    if network is not None and not isinstance(network, Eagle):
+        raise ValueError(f"{args.drafter} is no drafter of its own")
     settings = TableSettings(
         batches=tuple(args.batches), temperatures=tuple(args.temperatures), per_suite=args.per_suite,
         max_tokens=args.max_tokens, seed=args.seed, tree_steps=args.tree_steps, prune_threshold=args.prune_threshold,
