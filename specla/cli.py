@@ -7,12 +7,9 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from specla import __version__
-
-if TYPE_CHECKING:
-    from specla.engine.llm import LLM
 
 
 class _Parser(argparse.ArgumentParser):
@@ -151,6 +148,8 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("the prompt is empty")
+    from specla.flags import load_llm
+
     llm = load_llm(args, max_num_seqs=1)
 
     from specla.show import compare, has_colour, run_and_show
@@ -162,22 +161,6 @@ def _generate(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     return 0 if not args.compare or report["compare"]["identical"] else 1
-
-
-def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
-    """The LLM that the model options describe."""
-    from specla.flags import speculative_config
-
-    options = {
-        "drafter": args.drafter,
-        "speculative_config": speculative_config(args),
-        "device": args.device,
-        "dtype": args.dtype,
-    }
-
-    from specla.engine.llm import LLM  # after the checks that need no torch
-
-    return LLM(args.model, **(options | overrides))
 
 
 def _info(args: argparse.Namespace) -> int:

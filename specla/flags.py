@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 from specla.engine.params import DRAFTERS, SpeculativeConfig
 from specla.modes import MODES
+
+if TYPE_CHECKING:
+    from specla.engine.llm import LLM
 
 FIELDS = ("num_speculative_tokens", "num_steps", "topk", "prune_threshold", "synthetic_acceptance_rate")
 
@@ -56,6 +60,20 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig:
     """What the flags of `add_speculation` ask for, with the defaults of SpeculativeConfig for the rest."""
     asked = {name: getattr(args, name) for name in FIELDS if getattr(args, name) is not None}
     return SpeculativeConfig(verify=args.verify, **asked)
+
+
+def load_llm(args: argparse.Namespace, **overrides: Any) -> LLM:
+    """The LLM that the flags of `add_model` and `add_speculation` describe."""
+    options = {
+        "drafter": args.drafter,
+        "speculative_config": speculative_config(args),
+        "device": args.device,
+        "dtype": args.dtype,
+    }
+
+    from specla.engine.llm import LLM  # after the checks that need no torch
+
+    return LLM(args.model, **(options | overrides))
 
 
 def int_or_auto(text: str) -> int | str:

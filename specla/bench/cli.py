@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -192,18 +193,9 @@ def run_prefill(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} must be in 1..{most}, got {' '.join(map(str, getattr(args, name)))}")
     output = _output("--json", args.json)
 
-    from specla.bench.kernel_checks import CheckError
     from specla.bench.prefill import measure_all, print_table
 
-    try:
-        report = measure_all(args, sys.argv)
-    except CheckError as error:
-        print(f"specla bench: error: {error}", file=sys.stderr)
-        return 1
-    _save(report, output)
-    print_table(report)
-    print(json.dumps(report))
-    return 0
+    return _tell_checked(lambda: measure_all(args, sys.argv), print_table, output)
 
 
 def _check_layer(args: argparse.Namespace) -> None:
@@ -230,16 +222,28 @@ def run_kernel(args: argparse.Namespace) -> int:
     output = _output("--json", args.json)
     table = _output("--tune-output", args.tune_output)
 
-    from specla.bench.kernel_checks import CheckError
     from specla.bench.kernel_report import measure_all, print_tables, tune_all
 
+    return _tell_checked(
+        lambda: tune_all(args, sys.argv, table) if args.tune else measure_all(args, sys.argv),
+        print_tables,
+        output,
+    )
+
+
+def _tell_checked(
+    measure: Callable[[], dict[str, Any]], show: Callable[[dict[str, Any]], None], output: Path | None
+) -> int:
+    """Measure, save and print; 1 when results were wrong, and nothing is told."""
+    from specla.bench.kernel_checks import CheckError
+
     try:
-        report = tune_all(args, sys.argv, table) if args.tune else measure_all(args, sys.argv)
+        report = measure()
     except CheckError as error:
         print(f"specla bench: error: {error}", file=sys.stderr)
         return 1
     _save(report, output)
-    print_tables(report)
+    show(report)
     print(json.dumps(report))
     return 0
 

@@ -8,7 +8,6 @@ every run are compared with plain decoding's.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from specla.bench.decode import Decoded, decode_batch
 from specla.bench.generate import UnrepeatableError
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.drafters.base import Exported
@@ -46,7 +46,6 @@ SHAPES = {
 DRAFT_VOCAB = 8192
 PROMPT = 8  # random tokens
 TOKENS = 256  # of each sequence, unless it is said
-MOST_RUNS = 12  # of one way, those included that capture
 GREEDY = Plan(noise=False, penalty=False, ranks=0, min_p=False)
 
 
@@ -211,60 +210,18 @@ def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, see
     return engine
 
 
-class Run(NamedTuple):
-    """A batch decoded several times; seconds and rounds are medians.
-
-    rate: tokens a second of the whole batch until the first of its sequences ends, as where others take their places.
-    """
-
-    outputs: list[list[int]]
-    seconds: float
-    rounds: float
-    acceptance_length: float
-    rate: float
-
-
 def run(
     engine: ResidentEngine, prompts: Sequence[list[int]], params: SamplingParams, repeat: int,
     references: Sequence[list[int]] = (),
-) -> Run:  # fmt: skip
-    """Decode a batch `repeat` times, besides those that still capture; wall time without admission and prefill."""
-    seconds, rounds, rates = [], [], []
-    outputs: list[list[int]] = []
-    for _ in range(MOST_RUNS):
-        prepared = engine.rounds.num_prepared
-        engine.num_requests = 0  # the same drafts each time
-        sequences = [engine.add(prompt, params) for prompt in prompts]
-        if isinstance(engine.drafter, SyntheticDrafter):
-            for sequence, output in zip(sequences, references, strict=True):
-                engine.drafter.references[sequence.key] = [*sequence.tokens, *output]
-        engine.admit()
-        if engine.pool.device.type == "cuda":
-            torch.cuda.synchronize(engine.pool.device)
-        start, count, full = time.perf_counter(), 0, True
-        while engine.has_work:
-            engine.step()
-            count += 1
-            if full:
-                rate = sum(len(sequence.output) for sequence in sequences) / (time.perf_counter() - start)
-                full = len(engine.running) == len(sequences)
-        if engine.rounds.num_prepared == prepared:
-            seconds.append(time.perf_counter() - start)
-            rates.append(rate)
-            rounds.append(count)
-        before, outputs = outputs, [sequence.output for sequence in sequences]
-        if before and before != outputs:
-            raise UnrepeatableError("a batch that is decoded again gives other tokens")
-        metrics = [sequence.metrics for sequence in sequences]
-        if len(seconds) == repeat:
-            break
-    else:
-        raise UnrepeatableError("a batch that is decoded again needs new graphs again and again")
-    length = sum(m.num_tokens for m in metrics) / sum(m.num_spec_steps for m in metrics)
-    return Run(outputs, median(seconds), median(rounds), length, median(rates))
+) -> Decoded:  # fmt: skip
+    """Decode a batch `repeat` times; UnrepeatableError when it does not give the same tokens each time."""
+    decoded = decode_batch(engine, prompts, [params] * len(prompts), repeat, references)
+    if not decoded.alike:
+        raise UnrepeatableError("a batch that is decoded again gives other tokens")
+    return decoded
 
 
-def _row(name: str, got: Run, plain: Run) -> dict[str, Any]:
+def _row(name: str, got: Decoded, plain: Decoded) -> dict[str, Any]:
     same = got.outputs == plain.outputs
     row: dict[str, Any] = {"name": name, "identical": same}
     if same:  # a speed whose tokens differ means nothing
@@ -272,7 +229,7 @@ def _row(name: str, got: Run, plain: Run) -> dict[str, Any]:
         row |= {
             "tokens_per_s": round(sum(map(len, got.outputs)) / got.seconds, 1),
             "speedup": round(plain.seconds / got.seconds, 3),
-            "steady_speedup": round(got.rate / plain.rate, 3),
+            "steady_speedup": round(got.steady_rate / plain.steady_rate, 3),
             "acceptance_length": round(got.acceptance_length, 3),
             "round_ms": round(1000 * step, 4),
             "plain_steps": round(step / plain_step, 3),

@@ -30,9 +30,8 @@ import torch
 from specla import __version__
 from specla.bench.prompts import read_prompts
 from specla.bench.report import cpu_name
-from specla.engine.llm import LLM
 from specla.engine.params import SamplingParams
-from specla.flags import FIELDS, speculative_config
+from specla.flags import FIELDS, load_llm
 
 START = 300  # seconds that a server may take to load its model
 READ = 1 << 16
@@ -54,9 +53,7 @@ def measure_all(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]
         torch.set_num_threads(args.threads)
     prompts = [each.prompt for each in read_prompts(args.prompts)]
     prompts = [prompts[n % len(prompts)] for n in range(args.streams)]
-    llm = LLM(
-        args.model, args.drafter, speculative_config(args), args.device, args.dtype, args.streams, args.seed
-    )
+    llm = load_llm(args, max_num_seqs=args.streams, seed=args.seed)
     params = SamplingParams(
         temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed, ignore_eos=True
     )

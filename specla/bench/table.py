@@ -7,19 +7,15 @@ decoding's tokens is counted and told, not refused: modes that sum in another or
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
-import torch
-
+from specla.bench.decode import decode_batch
 from specla.bench.generate import Way, drafter_name, plain_way, repeated_share
-from specla.drafters import SyntheticDrafter
 from specla.drafters.network import Eagle
 from specla.engine.choice import make_engine
 from specla.engine.drafting import make_drafter
@@ -28,7 +24,6 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import replace_file
 
-MOST_RUNS = 12  # of one batch, those included that capture graphs
 FORMAT = 1
 
 Suites = dict[str, list[list[int]]]
@@ -80,74 +75,6 @@ def table_ways(settings: TableSettings, network: Eagle | None) -> list[Way]:
             *(Way(f"tree 16, {mode}", network, tree(mode)) for mode in ("serial", "hybrid", "parallel")),
         ]
     return [*ways, Way("auto", "ngram" if network is None else network, SpeculativeConfig())]
-
-
-class Decoded(NamedTuple):
-    """A batch decoded; seconds are without prompts and without captures, and medians of the repeats."""
-
-    outputs: list[list[int]]
-    seconds: float
-    steady_rate: (
-        float  # tokens a second until the first of its sequences ends, as where others take their places
-    )
-    rounds: int  # of the engine
-    steps: int  # of all sequences
-    drafted: int
-    accepted: int
-    histogram: Counter[int]
-
-
-def decode_batch(
-    engine: Engine,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    repeat: int = 1,
-    references: Sequence[list[int]] = (),
-    first: int = 0,
-) -> Decoded:
-    """Decode prompts together, again until `repeat` runs needed no new graphs.
-
-    Args:
-        references: what plain decoding gives, for a drafter that is told. first: number of the first prompt, with which
-            its luck differs.
-
-    Raises:
-        RuntimeError: when every run needs new graphs.
-    """
-    runs: list[Decoded] = []
-    for _ in range(MOST_RUNS):
-        before = _prepared(engine)
-        engine.num_requests = first  # the same drafts each time
-        sequences = [engine.add(ids, p) for ids, p in zip(prompts, params, strict=True)]
-        if isinstance(engine.drafter, SyntheticDrafter):
-            for sequence, output in zip(sequences, references, strict=True):
-                engine.drafter.references[sequence.key] = [*sequence.tokens, *output]
-        engine.admit()
-        if engine.pool.device.type == "cuda":
-            torch.cuda.synchronize(engine.pool.device)
-        start, rounds, rate = time.perf_counter(), 0, 0.0
-        while engine.has_work:
-            full = len(engine.running) == len(sequences)
-            engine.step()
-            rounds += 1
-            if full:
-                seconds = max(time.perf_counter() - start, 1e-9)
-                rate = sum(len(sequence.output) for sequence in sequences) / seconds
-        metrics = [sequence.metrics for sequence in sequences]
-        if _prepared(engine) == before:
-            runs.append(Decoded(
-                [sequence.output for sequence in sequences], time.perf_counter() - start, rate, rounds,
-                sum(m.num_spec_steps for m in metrics), sum(m.num_draft_tokens for m in metrics),
-                sum(m.num_accepted_draft_tokens for m in metrics),
-                sum((m.accepted_per_round for m in metrics), Counter()),
-            ))  # fmt: skip
-        if len(runs) == repeat:
-            break
-    else:
-        raise RuntimeError("a batch that is decoded again needs new graphs again and again")
-    return runs[-1]._replace(
-        seconds=median(run.seconds for run in runs), steady_rate=median(run.steady_rate for run in runs)
-    )
 
 
 class Table:
@@ -361,12 +288,6 @@ def _measure_cell(
 def _engine(target: GatedDeltaNet, way: Way, batch: int, seed: int) -> Engine:
     drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed, batch)
     return make_engine(target, drafter, way.config, max_num_seqs=batch)
-
-
-def _prepared(engine: Engine) -> int:
-    """Graphs that an engine has, 0 where it needs none."""
-    rounds = getattr(engine, "rounds", None)
-    return 0 if rounds is None else rounds.num_prepared
 
 
 def _state_bytes(engine: Engine) -> int:

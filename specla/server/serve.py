@@ -15,7 +15,7 @@ import uvicorn
 
 from specla.engine.llm import LLM
 from specla.engine.params import SamplingParams
-from specla.flags import speculative_config
+from specla.flags import load_llm
 from specla.server.app import create_app
 from specla.server.heads import BoundedProtocol
 from specla.server.runner import AsyncEngine
@@ -73,16 +73,12 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _load(args: argparse.Namespace) -> LLM:
-    llm = LLM(
-        args.model,
-        args.drafter,
-        speculative_config(args),
-        args.device,
-        args.dtype,
-        args.max_num_seqs,
-        args.seed,
-        args.max_num_batched_tokens,
-        args.prefix_cache_bytes,
+    llm = load_llm(
+        args,
+        max_num_seqs=args.max_num_seqs,
+        seed=args.seed,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        prefix_cache_bytes=args.prefix_cache_bytes,
     )
     for temperature in (0.0, 1.0):
         llm._engine.prepare(SamplingParams(temperature))

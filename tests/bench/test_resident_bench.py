@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specla.bench.decode import Decoded
 from specla.bench.resident import (
     SHAPES,
-    Run,
     Way,
     _row,
     engine_of,
@@ -43,10 +43,10 @@ def test_told_trees_beside_a_drafter_at_work_change_no_token() -> None:
 
 
 def test_a_speed_whose_tokens_differ_is_left_out() -> None:
-    plain = Run([[1, 2]], 2.0, 2, 1.0, 1.0)
-    fast = _row("fast", Run([[1, 2]], 1.0, 1, 2.0, 2.0), plain)
+    plain = Decoded([[1, 2]], 2.0, 1.0, 2, 2)
+    fast = _row("fast", Decoded([[1, 2]], 1.0, 2.0, 1, 1), plain)
     assert fast["speedup"] == 2 and fast["plain_steps"] == 1 and fast["tokens_per_s"] == 2
-    wrong = _row("wrong", Run([[1, 3]], 1.0, 1, 2.0, 2.0), plain)
+    wrong = _row("wrong", Decoded([[1, 3]], 1.0, 2.0, 1, 1), plain)
     assert wrong == {"name": "wrong", "identical": False}
     assert "2.00x" in format_row(fast) and "DIFFER" in format_row(wrong)
 

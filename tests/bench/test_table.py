@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from specla.bench.table import Table, TableSettings, decode_batch, measure_table, table_ways
+from specla.bench.decode import decode_batch
+from specla.bench.table import Table, TableSettings, measure_table, table_ways
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig

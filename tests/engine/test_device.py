@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import replace
 
@@ -16,11 +17,12 @@ from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import Sequence
 from specla.models.loader import load_target
 from specla.resident.forward import supports
+from tests.engine.residents import MIX, check_end, finish, step
 from tests.models.test_fixtures import DATA, VARIANTS
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE, full_size
 from tests.resident.test_forward import big
-from tests.targets import prompt
+from tests.targets import make_target, prompt
 
 VOCAB = 3000  # of `big`
 SLOTS = 33  # so many that plain rounds leave states unwritten, and no power of two
@@ -161,3 +163,73 @@ def test_fixtures_say_on_a_gpu_what_they_say_on_a_cpu(variant: str) -> None:
         assert sequence.output == said[0].output
         for ours, theirs in zip(sequence.logprobs, said[0].logprobs, strict=True):
             assert abs(ours.logprob - theirs.logprob) < 2e-4
+
+
+def script(
+    engine: ResidentEngine, asked: list[tuple[list[int], SamplingParams]], texts: list[list[int]]
+) -> int:
+    """Let requests join, a few of them be cancelled, and all others say what they say alone; the number of rounds."""
+    rng, waiting, sequences, steps = random.Random(0), list(range(len(asked))), {}, 0
+    while waiting or engine.has_work:
+        for _ in range(rng.choice([0, 0, 0, 1, 3])):
+            if waiting:
+                number = waiting.pop(0)
+                sequences[number] = engine.add(*asked[number])
+                if isinstance(engine.drafter, SyntheticDrafter):
+                    engine.drafter.references[sequences[number].key] = asked[number][0] + texts[number]
+        if sequences and rng.random() < 0.03:
+            engine.release(sequences[rng.choice(list(sequences))])
+        step(engine)
+        steps += 1
+    for number, sequence in sequences.items():
+        if sequence.finish_reason != "abort":
+            assert sequence.finish_reason == "length"
+            assert sequence.output == texts[number]
+        assert sequence.output == texts[number][: len(sequence.output)]
+    check_end(engine)
+    return steps
+
+
+@full_size
+def test_a_thousand_rounds_of_each_drafter_change_nothing_and_need_no_more_memory() -> None:
+    net, rng = big(), random.Random(1)
+    kinds = [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, seed=5),
+        SamplingParams(temperature=1.2, seed=6),
+    ]
+    kinds += [SamplingParams(temperature=1.0, seed=7, top_k=30, repetition_penalty=1.1, min_p=0.01)]
+    asked = [
+        (prompt(2 + n % 9, n, 3000) * (1 + n % 3), replace(kinds[n % 4], max_tokens=rng.randint(1, 120)))
+        for n in range(60)
+    ]
+    plain = ResidentEngine(net, NoDrafter(), SpeculativeConfig(num_speculative_tokens=0), 8)
+    alone = [plain.add(*request) for request in asked]
+    finish(plain)
+    texts = [sequence.output for sequence in alone]
+    for drafter in (NgramDrafter(), SyntheticDrafter(0.7, 7, 5, 2, 3000)):
+        engine = ResidentEngine(net, drafter, SpeculativeConfig(num_speculative_tokens=7), 8)
+        steps, settled = 0, False
+        while steps < 1000 or not settled:
+            assert steps < 6000, "new shapes again and again"
+            shapes, held_before = engine.rounds.num_prepared, torch.cuda.memory_allocated()
+            retries = torch.cuda.memory_stats()["num_alloc_retries"]
+            steps += script(engine, asked, texts)
+            settled = engine.rounds.num_prepared == shapes
+            if settled:
+                assert torch.cuda.memory_allocated() == held_before
+                assert torch.cuda.memory_stats()["num_alloc_retries"] == retries
+
+
+@full_size
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_target_may_lie_on_another_gpu_than_the_current_one() -> None:
+    texts = []
+    for device in ("cuda:0", "cuda:1"):
+        net = copy.deepcopy(make_target("plain")).to(device)
+        engine = ResidentEngine(net, NgramDrafter(), SpeculativeConfig(num_speculative_tokens=3), 2)
+        sequences = [engine.add(request.prompt, request.params) for request in MIX[:8]]
+        while engine.has_work:
+            engine.step()
+        texts.append([sequence.output for sequence in sequences])
+    assert texts[0] == texts[1]
