@@ -40,6 +40,7 @@ def add_bench(commands: Any) -> None:
         metavar="SHAPE",
         help="instead of a model, random weights of this shape on a GPU and acceptance that is told: gdn-1.3b or tiny",
     )
+    p.add_argument("--ways", nargs="+", metavar="NAME", help="with --random: these ways to draft alone")
     p.add_argument(
         "--batch-size", type=int, nargs="+", default=[1], metavar="B",
         help="sequences that run together; several with --random",
@@ -262,8 +263,9 @@ def run_generate(args: argparse.Namespace) -> int:
     if args.random is None:
         if len(args.batch_size) > 1:
             raise ValueError("several of --batch-size need --random")
-        if args.plots is not None:
-            raise ValueError("--plots needs --random")
+        for name in ("plots", "ways"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name} needs --random")
         args.batch_size, args.max_tokens = args.batch_size[0], args.max_tokens or 128
     try:
         report = (measure_all if args.random is None else measure_random)(args, sys.argv)

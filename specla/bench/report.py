@@ -114,7 +114,7 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
         ValueError: for an unknown shape, a model beside it, or without a GPU and Triton.
     """
     from specla.bench.kernel_plots import check_matplotlib
-    from specla.bench.resident import SHAPES, TOKENS, measure as measure_rounds
+    from specla.bench.resident import SHAPES, TOKENS, choose_ways, measure as measure_rounds
     from specla.bench.resident_plots import plot
     from specla.engine.llm import resolve_device
 
@@ -131,6 +131,7 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
     ]
     if asked:
         raise ValueError(f"--random does not go with {', '.join(asked)}")
+    ways = choose_ways(args.ways)
     device = resolve_device(args.device)
     if device.type != "cuda" or find_spec("triton") is None:
         raise ValueError("--random needs a CUDA device and triton: pip install 'specla[gpu]'")
@@ -138,7 +139,7 @@ def measure_random(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, A
         check_matplotlib()
     report = measure_rounds(
         SHAPES[args.random], args.batch_size, args.temperature, args.seed, args.repeat, args.max_tokens or TOKENS,
-        device,
+        device, ways,
     )  # fmt: skip
     differing = [
         f"batch {made['batch']}, {row['name']}: the tokens differ from plain decoding's"

@@ -75,6 +75,16 @@ WAYS = (
 )
 
 
+def choose_ways(names: Sequence[str] | None) -> tuple[Way, ...]:
+    """The ways of these names, in their own order; all of them for None. ValueError names those that there are."""
+    unknown = sorted(set(names or ()) - {way.name for way in WAYS})
+    if unknown:
+        raise ValueError(
+            f"--ways must be among {', '.join(repr(way.name) for way in WAYS)}, got {unknown[0]!r}"
+        )
+    return tuple(way for way in WAYS if names is None or way.name in names)
+
+
 class Shadowed:
     """A trained drafter that works as in earnest; the trees that are verified are told."""
 
@@ -151,8 +161,9 @@ def measure(
     repeat: int,
     max_tokens: int,
     device: torch.device,
+    ways: Sequence[Way] = WAYS,
 ) -> dict[str, Any]:
-    """Every way at every batch size, JSON-ready."""
+    """Plain decoding and every way at every batch size, JSON-ready."""
     target, network = random_target(config, seed, device), random_network(config, seed, device)
     pool, params = (
         target.new_pool(1, 2),
@@ -163,13 +174,14 @@ def measure(
         "draft_vocab_size": network.config.draft_vocab_size,
         "state_bytes_per_sequence": pool.bytes_per_sequence(),
         "state_bytes_per_draft_node": pool.bytes_per_node(),
-        "batches": [_measure_batch(target, network, n, params, repeat) for n in batches],
+        "batches": [_measure_batch(target, network, n, params, repeat, ways) for n in batches],
     }
 
 
 def _measure_batch(
-    target: GatedDeltaNet, network: Network, batch: int, params: SamplingParams, repeat: int
-) -> dict[str, Any]:
+    target: GatedDeltaNet, network: Network, batch: int, params: SamplingParams, repeat: int,
+    ways: Sequence[Way],
+) -> dict[str, Any]:  # fmt: skip
     device, seed = target.norm.weight.device, params.seed or 0
     torch.cuda.reset_peak_memory_stats(device)
     generator = torch.Generator().manual_seed(seed + batch)
@@ -178,7 +190,7 @@ def _measure_batch(
     plain = run(ResidentEngine(target, NoDrafter(), config, batch), prompts, params, repeat)
     rows, parts = [_row("plain", plain, plain)], {}
     _tell(f"batch {batch}, {params.max_tokens} tokens each", format_row(rows[0]))
-    for way in WAYS:
+    for way in ways:
         engine = engine_of(target, network, way, batch, seed)
         rows.append(_row(way.name, run(engine, prompts, params, repeat, plain.outputs), plain))
         _tell(format_row(rows[-1]))

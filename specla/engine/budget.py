@@ -7,28 +7,35 @@ from collections.abc import Sequence
 from specla.engine.params import SpeculativeConfig
 
 CHOICES = (0, 4, 8, 16)
-MEMORY = 0.9  # weight of the past in the running means, after a round with the same choice
-FADING = 0.97  # and for each round without it
-FIRST_WAIT, LONGEST_WAIT = 48, 384  # rounds between tries of a choice that loses; doubled each time it does
+MEMORY = 48.0  # sequences whose rounds the past weighs as much as, in the running means, at most
+FADING = 0.97  # of what it weighs with each round
+LOOK = 6  # sequences whose rounds are a first look at a choice
+SHARE = 0.01  # of all time, which looking at losing choices may lose
+DULL = 0.02  # of its own time, which a look loses at least
+TICK = 1e-9  # seconds that a round takes at least, whatever a coarse clock says
 
 
 class Budget:
     """The number of drafts for the next round.
 
-    With "auto", each choice keeps running means of tokens and seconds a round, and the one with the most
-    tokens a second is taken. The others are tried now and then, and one that keeps losing ever more rarely,
-    so that a hopeless drafter costs next to nothing.
+    With "auto", each choice keeps running means of tokens and seconds a round, and the one with the most tokens a
+    second is taken. At first, and when a larger choice than before has won, choices are looked at upwards until one
+    loses. After that a losing choice is looked at when what this is expected to lose is a small share of the time
+    since the last look, so that a hopeless drafter costs next to nothing. Seconds are those of a number of sequences;
+    when it changes, all of them are scaled by the first round of the new number.
     """
 
     def __init__(self, config: SpeculativeConfig, choices: Sequence[int] = CHOICES):
         chosen = config.num_speculative_tokens
         self.fixed = None if isinstance(chosen, str) else chosen
-        self.choices = choices
-        self._tokens = dict.fromkeys(choices, 0.0)
-        self._seconds = dict.fromkeys(choices, 0.0)
-        self._last = dict.fromkeys(choices, 0)
-        self._wait = dict.fromkeys(choices, FIRST_WAIT)
-        self._due = {choice: n for n, choice in enumerate(reversed(choices))}
+        self.choices = tuple(sorted(choices))
+        self._tokens = dict.fromkeys(self.choices, 0.0)
+        self._seconds = dict.fromkeys(self.choices, 0.0)
+        self._weight = dict.fromkeys(self.choices, 0.0)
+        self._saved = dict.fromkeys(self.choices, 0.0)  # seconds that looking at it may lose
+        self._looking: int | None = self.choices[0]
+        self._looked = 0
+        self._scale = 0  # of the number of sequences
         self._round = -1  # the first round warms up and does not count
 
     @property
@@ -38,31 +45,64 @@ class Budget:
 
     @property
     def best(self) -> int:
-        """The choice with the most tokens a second so far; the largest before any is known."""
-        return max(self.choices, key=self._rate) if any(self._seconds.values()) else self.choices[-1]
+        """The choice with the most tokens a second so far; the smallest before any is known."""
+        return max(self.choices, key=self._rate)
 
     def choose(self) -> int:
         """Drafts for the next round at most."""
         if self.fixed is not None:
             return self.fixed
-        due = [choice for choice in self.choices if choice != self.best and self._due[choice] <= self._round]
-        return due[-1] if due else self.best
+        if self._looking is not None:
+            return self._looking
+        best = self.best
+        due = [
+            choice for choice in self.choices if choice != best and self._loss(choice) <= self._saved[choice]
+        ]
+        return due[0] if due else best
 
-    def observe(self, choice: int, tokens: float, seconds: float) -> None:
-        """Record a round: its budget, tokens for each sequence, and how long it took."""
+    def observe(self, choice: int, tokens: float, seconds: float, sequences: int = 1) -> None:
+        """Record a round: its budget, tokens for each sequence, how long it took, and of how many sequences."""
         self._round += 1
         if self.fixed is not None or self._round == 0:
             return
-        was_best = choice == self.best
-        old = MEMORY * FADING ** (self._round - self._last[choice] - 1) if self._seconds[choice] else 0.0
-        self._last[choice] = self._round
-        self._tokens[choice] = old * self._tokens[choice] + (1 - old) * tokens
-        self._seconds[choice] = old * self._seconds[choice] + (1 - old) * seconds
-        if choice == self.best:
-            self._wait[choice] = FIRST_WAIT
-        elif not was_best or self._due[choice] <= self._round:
-            self._due[choice] = self._round + self._wait[choice]
-            self._wait[choice] = min(2 * self._wait[choice], LONGEST_WAIT)
+        seconds = max(seconds, TICK)
+        before = self.best
+        self._rescale(choice, seconds, sequences)
+        old = min(self._weight[choice], MEMORY)
+        new = sequences / (old + sequences)
+        self._tokens[choice] += new * (tokens - self._tokens[choice])
+        self._seconds[choice] += new * (seconds - self._seconds[choice])
+        self._weight[choice] = old + sequences
+        for other in self.choices:
+            self._weight[other] *= FADING
+            self._saved[other] += SHARE * seconds / len(self.choices)
+        self._saved[choice] = 0.0
+        if choice == self._looking:
+            self._looked += sequences
+            if choice == 0 or self._looked >= LOOK:
+                self._look_above(choice, won=choice == self.best)
+        elif self._looking is None and self.best == choice > before:
+            self._look_above(choice, won=True)
+
+    def _look_above(self, choice: int, *, won: bool) -> None:
+        above = [other for other in self.choices if other > choice]
+        self._looking, self._looked = (above[0] if won and above else None), 0
+
+    def _rescale(self, choice: int, seconds: float, sequences: int) -> None:
+        scale = max(1, sequences).bit_length()
+        if scale != self._scale and self._seconds[choice]:
+            factor = seconds / self._seconds[choice]
+            self._seconds = {other: factor * known for other, known in self._seconds.items()}
+        self._scale = scale
+
+    def _loss(self, choice: int) -> float:
+        """Seconds that a round with this choice may lose: it brings no fewer tokens than smaller ones did."""
+        seconds = self._seconds[choice]
+        if not seconds:
+            plain, most = self._seconds[self.choices[0]], max(c for c in self.choices if self._seconds[c])
+            seconds = plain + (self._seconds[most] - plain) * choice / most if most else plain
+        tokens = max(self._tokens[other] for other in self.choices if other <= choice)
+        return max(seconds - tokens / self._rate(self.best), DULL * seconds)
 
     def _rate(self, choice: int) -> float:
         return self._tokens[choice] / self._seconds[choice] if self._seconds[choice] else 0.0

@@ -202,7 +202,7 @@ class Engine:
             raise
         tokens = sum(s.metrics.num_tokens for s in batch) - before
         if budgeted and tokens:
-            self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start)
+            self.budget.observe(budget, tokens / len(batch), time.perf_counter() - start, len(batch))
         self._let_go(batch)
         return changed + batch
 

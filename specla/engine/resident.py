@@ -222,7 +222,7 @@ class ResidentEngine(Engine):
             tokens += kept
             grown += 1
         if grown and launched.timed:
-            self.budget.observe(launched.budget, tokens / grown, now - self._landed_at)
+            self.budget.observe(launched.budget, tokens / grown, now - self._landed_at, grown)
         self._landed_at = now
         self._let_go(landed)
         return landed

@@ -78,6 +78,8 @@ def test_pictures_show_every_way_and_every_part(tmp_path: Path) -> None:
         ),
         (["--batch-size", "1", "4"], "several of --batch-size need --random"),
         (["--plots", "x"], "--plots needs --random"),
+        (["--ways", "eagle, auto at 0.7"], "--ways needs --random"),
+        (["--random", "tiny", "--ways", "eagle"], "--ways must be among 'chain 8 at 0.8'"),
         (["--batch-size", "0"], "must be in 1..4096"),
     ],
 )

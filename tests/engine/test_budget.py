@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -65,6 +67,58 @@ def test_it_follows_a_drafter_that_turns_good_and_bad_again() -> None:
     assert good[-40:].count(16) >= 36
     bad = run(budget, 200, lambda n: 1.0, cost)
     assert bad[-100:].count(0) >= 90
+
+
+# milliseconds of a round of an H200 with a trained drafter, by sequences and drafts (docs/results.md)
+MEASURED = {
+    1: {0: 1.21, 3: 1.51, 7: 1.85, 15: 1.84},
+    8: {0: 1.52, 3: 2.05, 7: 2.87, 15: 3.21},
+    32: {0: 2.20, 3: 3.56, 7: 5.84, 15: 9.43},
+    128: {0: 4.86, 3: 11.2, 7: 19.4, 15: 34.1},
+}
+
+
+def decode(budget: Budget, batch: int, rate: float, seed: int, tokens: int = 256) -> float:
+    """Milliseconds until so many tokens of each sequence are there on average, when drafts are right so often."""
+    rng, written, spent = random.Random(seed), 0, 0.0
+    while written < tokens * batch:
+        choice = budget.choose()
+        steps = min(choice, 7)  # trees of 16 nodes are wider, not deeper
+        chances = [(1 - rate) * rate**n for n in range(steps)] + [rate**steps]
+        new = batch + sum(rng.choices(range(steps + 1), chances, k=batch))
+        budget.observe(choice, new / batch, MEASURED[batch][choice], batch)
+        written, spent = written + new, spent + MEASURED[batch][choice]
+    return spent
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("batch", MEASURED)
+def test_with_measured_costs_it_loses_little_to_any_fixed_size(batch: int, rate: float) -> None:
+    fixed = [
+        fmean(
+            decode(Budget(SpeculativeConfig(num_speculative_tokens=n)), batch, rate, seed)
+            for seed in range(16)
+        )
+        for n in MEASURED[batch]
+    ]
+    chosen = fmean(
+        decode(Budget(SpeculativeConfig(), (0, 3, 7, 15)), batch, rate, seed) for seed in range(16)
+    )
+    assert chosen <= 1.10 * min(fixed) and chosen <= 1.03 * fixed[0]
+
+
+def test_seconds_go_with_the_number_of_sequences() -> None:
+    """Half of the sequences end, rounds take half as long, and what was known of their order stays known."""
+    budget = Budget(SpeculativeConfig())
+    gain = {0: 1.0, 4: 2.5, 8: 4.0, 16: 4.2}
+    for _ in range(100):
+        choice = budget.choose()
+        budget.observe(choice, gain[choice], 2 * cost(choice), 8)
+    best = budget.best
+    budget.observe(0, gain[0], cost(0), 4)
+    assert budget.best == best
+    budget.observe(best, gain[best], cost(best), 4)
+    assert budget.best == best
 
 
 class Forwards:
@@ -144,7 +198,7 @@ def test_end_to_end_a_drafter_that_is_always_wrong_costs_at_most_five_percent(
     monkeypatch.setattr("specla.engine.engine.time", clock)
     sequence = request(AlwaysWrong(truth(), clock), clock)
     assert sequence.tokens == truth()
-    assert sequence.metrics.num_draft_tokens > 100 and sequence.metrics.num_accepted_draft_tokens == 0
+    assert sequence.metrics.num_draft_tokens > 20 and sequence.metrics.num_accepted_draft_tokens == 0
     assert 500 < clock.now <= 1.05 * 500
 
 

@@ -11,12 +11,12 @@ import torch
 
 from specla.bench.resident import random_network
 from specla.drafters import Drafter, EagleDrafter, NgramDrafter, NoDrafter, SyntheticDrafter
-from specla.engine.engine import Engine
+from specla.engine.choice import make_engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import Sequence
+from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target
-from specla.resident.forward import supports
 from tests.engine.residents import MIX, check_end, finish, step
 from tests.models.test_fixtures import DATA, VARIANTS
 from tests.ops.strategies import same_bits
@@ -152,10 +152,10 @@ def test_fixtures_say_on_a_gpu_what_they_say_on_a_cpu(variant: str) -> None:
     said: list[Sequence] = []
     for device in ("cpu", "cuda"):
         target = load_target(DATA / variant, device, "float32")
-        assert supports(target) == (device == "cuda")
-        kind = ResidentEngine if device == "cuda" else Engine
         for drafts in (0, 5):
-            engine = kind(target, NgramDrafter(), SpeculativeConfig(num_speculative_tokens=drafts), 1)
+            engine = make_engine(target, NgramDrafter(), SpeculativeConfig(num_speculative_tokens=drafts), 1)
+            resident = device == "cuda" and isinstance(target, GatedDeltaNet)
+            assert isinstance(engine, ResidentEngine) == resident
             said.append(engine.add([5, 17, 3, 99, 5, 17], params))
             while engine.has_work:
                 engine.step()
