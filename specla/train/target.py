@@ -91,9 +91,9 @@ def train_target(
             f"batch_size must be a multiple of processes x accumulate = {world} x {training.accumulate}, got "
             f"{training.batch_size}"
         )
-    model = GatedDeltaNet(config)
-    model.reset_parameters(torch.Generator().manual_seed(training.seed))
-    model.to(device).train()
+    with device:
+        model = GatedDeltaNet(config).train()
+    model.reset_parameters(torch.Generator(device).manual_seed(training.seed))
     model.set_compute_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
     torch.backends.cuda.matmul.allow_tf32 = True
     identity = {"config": config.to_dict(), "training": asdict(training), "data": data.meta["files"],
