@@ -17,8 +17,9 @@ import torch
 from benchmarks.gdn_1p3b.plan import Shape
 from benchmarks.gdn_1p3b.rollouts import join_parts, write_parts
 from specla import __version__
+from specla.bench.pieces import Table
 from specla.bench.prompts import read_prompts
-from specla.bench.table import Table, TableSettings, measure_table, settings_identity
+from specla.bench.table import TableSettings, measure_table, settings_identity
 from specla.drafters.network import Eagle
 from specla.engine.drafting import load_network
 from specla.models.config import GatedDeltaNetConfig
@@ -98,8 +99,17 @@ def check_inputs(args: argparse.Namespace, todo: tuple[str, ...]) -> None:
             raise ValueError(f"{stage} needs {result(before, args)}: run the stage {before} first")
     for path in args.prompts if "measure" in todo else []:
         read_prompts(path, 1)
-    if "measure" in todo and not args.prompts:
-        raise ValueError("measure needs --prompts FILE [FILE ...], one file a suite")
+    if "measure" in todo:
+        table_settings(args)
+        if not args.prompts:
+            raise ValueError("measure needs --prompts FILE [FILE ...], one file a suite")
+
+
+def table_settings(args: argparse.Namespace) -> TableSettings:
+    return TableSettings(
+        batches=tuple(args.batches), temperatures=tuple(args.temperatures), per_suite=tuple(args.per_suite),
+        max_tokens=args.max_tokens, seed=args.seed, tree_steps=args.tree_steps, prune_threshold=args.prune_threshold,
+    )  # fmt: skip
 
 
 def target_config(args: argparse.Namespace, shape: Shape) -> GatedDeltaNetConfig:
@@ -247,11 +257,8 @@ def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over:
         network = load_network(args.drafter or args.work / "drafter", target, folder)
     if network is not None and not isinstance(network, Eagle):
         raise ValueError(f"{args.drafter} is no drafter of its own")
-    settings = TableSettings(
-        batches=tuple(args.batches), temperatures=tuple(args.temperatures), per_suite=args.per_suite,
-        max_tokens=args.max_tokens, seed=args.seed, tree_steps=args.tree_steps, prune_threshold=args.prune_threshold,
-    )  # fmt: skip
-    most = max(args.per_suite, *args.batches)
+    settings = table_settings(args)
+    most = max(*args.per_suite, *args.batches)
     suites = {
         path.stem: [tokenizer.encode(p.prompt) for p in read_prompts(path, most)] for path in args.prompts
     }

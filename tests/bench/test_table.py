@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 
 from specla.bench.decode import decode_batch
-from specla.bench.table import Table, TableSettings, measure_table, table_ways
+from specla.bench.pieces import Table
+from specla.bench.table import TableSettings, measure_table, table_ways
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from tests.targets import VOCAB, make_target
 
 SETTINGS = TableSettings(
-    batches=(1, 3), temperatures=(0.0, 1.0), per_suite=3, max_tokens=9, rates=(0.0, 1.0), drafts=(2, 4)
+    batches=(1, 3), temperatures=(0.0, 1.0), per_suite=(3,), max_tokens=9, rates=(0.0, 1.0), drafts=(2, 4)
 )
 SUITES = {"a": [[1, 2, 3, 1, 2], [5]], "b": [[7, 8]] * 3}
 
@@ -91,7 +92,10 @@ def test_a_batch_tells_what_its_sequences_did(target) -> None:
 
 
 def test_settings_that_make_no_sense_are_refused(target) -> None:
-    for bad in ({"batches": ()}, {"max_tokens": 1}, {"per_suite": 0}, {"temperatures": ()}, {"repeat": 0}):
+    for bad in ({"batches": ()}, {"max_tokens": 1}, {"per_suite": (0,)}, {"temperatures": ()}, {"repeat": 0},
+                {"per_suite": (4, 4)}, {"per_suite": ()}):  # fmt: skip
         with pytest.raises(ValueError):
             TableSettings(**bad)
-    assert [way.name for way in table_ways(SETTINGS, None)] == ["plain", "ngram chain 8", "auto"]
+    assert [way.name for way in table_ways(SETTINGS, None)] == ["plain", "auto", "ngram chain 8"]
+    assert [TableSettings(per_suite=(16, 8, 32)).prompts(batch) for batch in (1, 8, 32)] == [16, 8, 32]
+    assert TableSettings(per_suite=(5,)).prompts(32) == 5
