@@ -127,7 +127,7 @@ class LibraryRule:
     def accepted(self, layers: Layers, rows: Tensor, slots: Slots) -> None:
         batch, size = len(rows), layers.max_nodes
         (heads, dim_v, dim_k), mine = layers.state.shape[2:], [x[:, : batch * size] for x in self.kept]
-        count = torch.where(rows >= 0, slots.count[:batch], 0)
+        count = slots.count[:batch] * (rows >= 0)
         ends = count.cumsum(0)
         bounds = torch.nn.functional.pad(ends, (1, 0))
         if batch > 1:
