@@ -50,15 +50,22 @@ class Table:
                 )
             self.made, self.plain = made, plain
 
-    def has(self, part: str, **key: Any) -> bool:
-        return any(all(row[name] == value for name, value in key.items()) for row in self.made[part])
+    def has(self, part: str, /, **key: Any) -> bool:
+        return any(all(row.get(name) == value for name, value in key.items()) for row in self.made[part])
 
-    def skip(self, piece: dict[str, Any], why: str | None) -> None:
-        """Tell why a piece of the rows or parts has no figures; None: the next `add` brings some."""
-        others = [each for each in self.made["skipped"] if {**each, **piece} != each]
-        self.made["skipped"] = others
-        if why is not None:
-            self.add("skipped", [{**piece, "why": why}])
+    def settled(self, part: str, /, **piece: Any) -> bool:
+        """Whether a piece has figures, or has failed: it might do so again, and take the process with it."""
+        return self.has(part, **piece) or self.has("skipped", part=part, failed=True, **piece)
+
+    def skip(self, part: str, piece: dict[str, Any], why: str, *, failed: bool) -> None:
+        """Tell why a piece has no figures."""
+        self.unskip(part, piece)
+        self.add("skipped", [{"part": part, **piece, "why": why, "failed": failed}])
+
+    def unskip(self, part: str, piece: dict[str, Any]) -> None:
+        """Forget that: the next `add` brings figures."""
+        known = {"part": part, **piece}
+        self.made["skipped"] = [each for each in self.made["skipped"] if {**each, **known} != each]
 
     def add(self, part: str, rows: list[dict[str, Any]]) -> None:
         """Keep the rows, and whatever `plain` has by now."""

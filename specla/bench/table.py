@@ -132,8 +132,8 @@ def _measure_batch(
 ) -> bool:  # fmt: skip
     """All ways at one batch size and temperature; False when it was `over` before the end."""
     for way in table_ways(settings, network):
-        piece: dict[str, Any] = {"part": "rows", "batch": batch, "temperature": heat, "way": way.name}
-        if table.has(**piece):
+        piece = {"batch": batch, "temperature": heat, "way": way.name}
+        if table.settled("rows", **piece):
             continue
         if over():
             return False
@@ -145,30 +145,31 @@ def _measure_batch(
                 for suite, prompts in suites.items()
             ]
 
-        _tell(progress, _keep(table, piece, way.baseline, measured, progress))
+        _tell(progress, _keep(table, "rows", piece, way.baseline, measured, progress))
     return True
 
 
 def _keep(
-    table: Table, piece: dict[str, Any], baseline: str | None, measured: Callable[[], list[dict[str, Any]]],
-    progress: TextIO | None,
+    table: Table, part: str, piece: dict[str, Any], baseline: str | None,
+    measured: Callable[[], list[dict[str, Any]]], progress: TextIO | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """The rows of a piece, by now in the table; none where a baseline cannot run, or fails, which is told there."""
     try:
         rows = measured()
     except UnavailableError as error:
-        why = str(error)
+        why, failed = str(error), False
     except Exception as error:  # others' kernels do not end the measurement of ours
         if baseline is None:
             raise
-        why = f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        why, failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", True
     else:
-        table.skip(piece, None)
-        table.add(piece["part"], rows)
+        table.unskip(part, piece)
+        table.add(part, rows)
         return rows
-    table.skip(piece, why)
+    table.skip(part, piece, why, failed=failed)
     if progress is not None:
-        print(f"B={piece['batch']:<3} {piece['way']}: skipped, {why}", file=progress, flush=True)
+        told = "failed" if failed else "skipped"
+        print(f"B={piece['batch']:<3} {piece['way']}: {told}, {why}", file=progress, flush=True)
     return []
 
 
@@ -239,8 +240,8 @@ def measure_parts(
     for batch in settings.batches:
         for way, baseline in own + others:
             name = way.name if baseline is None else f"{way.name}, {baseline}"
-            piece: dict[str, Any] = {"part": "parts", "batch": batch, "way": name}
-            if table.has(**piece):
+            piece = {"batch": batch, "way": name}
+            if table.settled("parts", **piece):
                 continue
             if over():
                 return False
@@ -252,7 +253,7 @@ def measure_parts(
                     run_as(engine, baseline)
                 return [{"batch": batch, "way": name, "ms": time_parts(engine, way.drafts or 0)}]  # noqa: B023
 
-            rows = _keep(table, piece, baseline, measured, progress)
+            rows = _keep(table, "parts", piece, baseline, measured, progress)
             for row in rows if progress is not None else []:
                 told = ", ".join(f"{part} {ms:.3f} ms" for part, ms in row["ms"].items())
                 print(f"B={batch:<3} {name}: {told}", file=progress, flush=True)

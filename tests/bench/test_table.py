@@ -110,12 +110,14 @@ def test_settings_that_make_no_sense_are_refused(target) -> None:
 def test_what_was_skipped_is_forgotten_once_it_has_figures(tmp_path: Path) -> None:
     table = Table(tmp_path / "t.json", {})
     for way, why in (("a", "x"), ("b", "y"), ("a", "z")):
-        table.skip({"way": way}, why)
-    assert table.made["skipped"] == [{"way": "b", "why": "y"}, {"way": "a", "why": "z"}]
-    table.skip({"way": "a"}, None)
+        table.skip("rows", {"way": way}, why, failed=way == "b")
+    assert [(each["way"], each["why"]) for each in table.made["skipped"]] == [("b", "y"), ("a", "z")]
+    assert table.settled("rows", way="b") and not table.settled("rows", way="a")
+    table.unskip("rows", {"way": "a"})
     table.add("rows", [{"way": "a"}])
     again = Table(tmp_path / "t.json", {})
-    assert again.made["skipped"] == [{"way": "b", "why": "y"}] and again.has("rows", way="a")
+    assert again.made["skipped"] == [{"part": "rows", "way": "b", "why": "y", "failed": True}]
+    assert again.settled("rows", way="a") and not again.settled("parts", way="b")
 
 
 def test_the_most_telling_pieces_come_first(target, tmp_path: Path) -> None:
@@ -184,11 +186,13 @@ def test_baselines_have_rows_or_say_why_not(target, tmp_path: Path, monkeypatch:
         == plain["committed_bytes_per_sequence"] + 4 * dense["bytes_per_draft_node"]
     )
     piece = {"part": "rows", "batch": 1, "temperature": 0.0, "way": "fla"}
-    assert made["skipped"] == [{**piece, "why": "flash-linear-attention is not installed"}]
+    assert made["skipped"] == [{**piece, "why": "flash-linear-attention is not installed", "failed": False}]
     monkeypatch.setattr(whole_rounds, "find_library", lambda: Library(rule, "0.6"))
     assert measure_table(target, None, {"a": SUITES["a"]}, settings, Table(path, {}))
-    (skipped,) = json.loads(path.read_text())["skipped"]
-    assert (
-        skipped["why"].startswith("failed: TypeError: ")
-        and json.loads(path.read_text())["rows"] == made["rows"]
+    failed = json.loads(path.read_text())
+    (skipped,) = failed["skipped"]
+    assert skipped["failed"] and skipped["why"].startswith("TypeError: ") and failed["rows"] == made["rows"]
+    monkeypatch.setattr(
+        module, "_engine", lambda *_: pytest.fail("a piece that failed is not measured again")
     )
+    assert measure_table(target, None, {"a": SUITES["a"]}, settings, Table(path, {}))
