@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
+from tests.ops.triton import DEVICE
 from tests.targets import VOCAB, make_target
 
 SETTINGS = TableSettings(
@@ -167,6 +169,7 @@ def test_baselines_have_rows_or_say_why_not(target, tmp_path: Path, monkeypatch:
     def rule(*, state_v_first: bool) -> None:
         pass
 
+    target = copy.deepcopy(target).to(DEVICE)
     monkeypatch.setattr(module, "table_ways", ways)
     monkeypatch.setattr(
         module, "make_engine", lambda t, d, c, max_num_seqs: ResidentEngine(t, d, c, max_num_seqs)
