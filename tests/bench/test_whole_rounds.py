@@ -146,6 +146,22 @@ def test_states_have_the_bits_of_the_engines(name: str, target: GatedDeltaNet) -
     )
 
 
+def test_a_slot_that_nobody_has_any_more_is_left_alone(small: GatedDeltaNet, baselines: list[str]) -> None:
+    for name in baselines:
+        made = engine(small, 2, 1, name)
+        short, long = (made.add(ids, p) for ids, p in zip(PROMPTS, params(0.0, 2, 6), strict=True))
+        for sequence in (short, long):
+            made.drafter.references[sequence.key] = [*sequence.tokens, 0, 0]
+        made.admit()
+        slot, left = short.slot, None
+        while made.has_work:
+            made.step()
+            if short.finish_reason:
+                left = made.rounds.layers.state[:, slot].clone() if left is None else left
+                assert same_bits(made.rounds.layers.state[:, slot], left), name
+        assert made.rounds.slots.count[slot] > 0 and len(long.output) == 6
+
+
 def test_memory_is_that_of_a_state_a_node_or_of_factors(target: GatedDeltaNet, baselines: list[str]) -> None:
     state, channels = LAYERS * HEADS * DIM * DIM * 4, (2 + HEADS) * DIM
     committed = state + LAYERS * channels * 3 * 4
