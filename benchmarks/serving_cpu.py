@@ -20,7 +20,8 @@ def batches() -> None:
     prompts = [prompt.prompt for prompt in read_prompts(None)][:8]
     llm = LLM(drafter="none", speculative_config={"num_speculative_tokens": 0}, max_num_seqs=8)
     llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True))
-    params, seconds = SamplingParams(max_tokens=TOKENS, ignore_eos=True), {1: [], 8: []}
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    seconds: dict[int, list[float]] = {1: [], 8: []}
     for _ in range(REPEATS):
         for number, times in seconds.items():
             start = time.perf_counter()
@@ -45,7 +46,7 @@ def beginnings() -> None:
         engine.release(sequence)
         return made
 
-    times = {"cold": [], "again": [], "and 20 other tokens": []}
+    times: dict[str, list[tuple[float, int]]] = {"cold": [], "again": [], "and 20 other tokens": []}
     for _ in range(REPEATS):
         ids = draw(1000)
         for name, prompt in zip(times, (ids, ids, ids + draw(20)), strict=True):

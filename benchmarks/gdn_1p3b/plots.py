@@ -26,9 +26,8 @@ def _ways(table: dict[str, Any], heat: float, path: Path) -> Path:
     from matplotlib import pyplot
 
     rows = [row for row in table["rows"] if row["temperature"] == heat]
-    suites, ways, batches = (
-        list(dict.fromkeys(row[name] for row in rows)) for name in ("suite", "way", "batch")
-    )
+    suites, ways = (list(dict.fromkeys(row[name] for row in rows)) for name in ("suite", "way"))
+    batches = sorted({row["batch"] for row in rows})
     speed = {(row["suite"], row["way"], row["batch"]): row["speedup"] for row in rows}
     drawn = [way for way in ways if way != "plain"]
     figure, axes = pyplot.subplots(1, 1 + len(suites), figsize=(5 + 4 * len(suites), 5))

@@ -86,7 +86,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--prompts", type=Path, metavar="FILE", nargs="+", default=[], help="suites for measure")
     p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], metavar="B")
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
-    p.add_argument("--per-suite", type=int, default=16, metavar="N", help="prompts; default: %(default)s")
+    p.add_argument(
+        "--per-suite", type=int, nargs="+", default=[16], metavar="N",
+        help="prompts, for larger batches as many as the batch; one number, or one for each of --batches",
+    )  # fmt: skip
     p.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     p.add_argument(
         "--tree-steps", type=int, default=6, metavar="N", help="depth of trees; default: %(default)s"
@@ -106,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
     device = resolve_device(args.device)
     shape = SHAPES[args.shape]
     args.rows = shape.rows if args.rows is None else args.rows
-    for name in ("num_slices", "rows", "accumulate", "rollout_rows", "draft_texts", "per_suite"):
+    for name in ("num_slices", "rows", "accumulate", "rollout_rows", "draft_texts"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if args.processes is None:

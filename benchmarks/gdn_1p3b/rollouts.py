@@ -18,6 +18,7 @@ import numpy as np
 from specla.bench.generate import repeated_share
 from specla.drafters import NoDrafter
 from specla.engine.choice import make_engine
+from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import replace_file
@@ -54,7 +55,7 @@ def _save(path: Path, texts: np.ndarray) -> None:
         np.save(file, texts)
 
 
-def _write(engine, data: TokenDataset, number: int, rows: int, length: int, seed: int) -> np.ndarray:
+def _write(engine: Engine, data: TokenDataset, number: int, rows: int, length: int, seed: int) -> np.ndarray:
     """Texts `[rows, length - 1]`."""
     chance = np.random.default_rng([seed, number])
     longest = max(2, int(LONGEST_SHARE * length))

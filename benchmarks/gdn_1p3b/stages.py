@@ -8,20 +8,23 @@ import math
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.gdn_1p3b.plan import Shape
 from benchmarks.gdn_1p3b.rollouts import join_parts, write_parts
 from specla import __version__
+from specla.bench.pieces import Table
 from specla.bench.prompts import read_prompts
-from specla.bench.table import Table, TableSettings, measure_table, settings_identity
+from specla.bench.table import TableSettings, measure_table, settings_identity
 from specla.drafters.network import Eagle
 from specla.engine.drafting import load_network
 from specla.models.config import GatedDeltaNetConfig
+from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target, read_config
 from specla.tokenizer import Tokenizer, load_tokenizer
 from specla.train.cache import prepare_tokens
@@ -85,7 +88,7 @@ def run(stage: str, args: argparse.Namespace, shape: Shape, device: torch.device
     return finished
 
 
-def check_inputs(args: argparse.Namespace, todo: tuple[str, ...]) -> None:
+def check_inputs(args: argparse.Namespace, todo: Sequence[str]) -> None:
     """ValueError when what the stages read is neither there nor made by one before."""
     if "tokens" in todo and not is_done("tokens", args):
         if args.slices is None and (args.corpus is None or args.tokenizer is None):
@@ -98,14 +101,26 @@ def check_inputs(args: argparse.Namespace, todo: tuple[str, ...]) -> None:
             raise ValueError(f"{stage} needs {result(before, args)}: run the stage {before} first")
     for path in args.prompts if "measure" in todo else []:
         read_prompts(path, 1)
-    if "measure" in todo and not args.prompts:
-        raise ValueError("measure needs --prompts FILE [FILE ...], one file a suite")
+    if "measure" in todo:
+        table_settings(args)
+        if not args.prompts:
+            raise ValueError("measure needs --prompts FILE [FILE ...], one file a suite")
+
+
+def table_settings(args: argparse.Namespace) -> TableSettings:
+    return TableSettings(
+        batches=tuple(args.batches), temperatures=tuple(args.temperatures), per_suite=tuple(args.per_suite),
+        max_tokens=args.max_tokens, seed=args.seed, tree_steps=args.tree_steps, prune_threshold=args.prune_threshold,
+    )  # fmt: skip
 
 
 def target_config(args: argparse.Namespace, shape: Shape) -> GatedDeltaNetConfig:
     """Of the target that is given or trained; before there is a tokenizer, with 32,000 tokens."""
     if is_done("target", args):
-        return read_config(args.target or args.work / "target")
+        config = read_config(args.target or args.work / "target")
+        if not isinstance(config, GatedDeltaNetConfig):
+            raise ValueError(f"{args.target} must hold a Gated DeltaNet, got {type(config).__name__}")
+        return config
     tokenizer = _tokenizer_folder(args)
     if tokenizer is None:
         return shape.config(32000, 1, 2)
@@ -240,18 +255,14 @@ def _drafter(args: argparse.Namespace, shape: Shape, device: torch.device, over:
 
 def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over: Over) -> bool:
     folder = args.target or args.work / "target"
-    target = load_target(folder, device)
-    tokenizer = load_tokenizer(folder)
+    target, tokenizer = _load(folder, device), load_tokenizer(folder)
     network = None
     if is_done("drafter", args):
         network = load_network(args.drafter or args.work / "drafter", target, folder)
     if network is not None and not isinstance(network, Eagle):
         raise ValueError(f"{args.drafter} is no drafter of its own")
-    settings = TableSettings(
-        batches=tuple(args.batches), temperatures=tuple(args.temperatures), per_suite=args.per_suite,
-        max_tokens=args.max_tokens, seed=args.seed, tree_steps=args.tree_steps, prune_threshold=args.prune_threshold,
-    )  # fmt: skip
-    most = max(args.per_suite, *args.batches)
+    settings = table_settings(args)
+    most = max(*args.per_suite, *args.batches)
     suites = {
         path.stem: [tokenizer.encode(p.prompt) for p in read_prompts(path, most)] for path in args.prompts
     }
@@ -274,7 +285,7 @@ def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over:
     return finished
 
 
-def _about(args: argparse.Namespace, target: torch.nn.Module) -> dict:
+def _about(args: argparse.Namespace, target: torch.nn.Module) -> dict[str, Any]:
     """Where and how: what a reader of the figures wants to know of them."""
     try:
         import triton
@@ -282,7 +293,7 @@ def _about(args: argparse.Namespace, target: torch.nn.Module) -> dict:
         compiler = triton.__version__
     except ImportError:
         compiler = None
-    logs = {}
+    logs: dict[str, dict[str, Any]] = {}
     for stage in ("target", "drafter"):
         path = args.work / stage / LOG
         if getattr(args, stage) is None and path.exists():
@@ -315,13 +326,19 @@ def _read_tokens(args: argparse.Namespace) -> tuple[TokenDataset, TokenDataset]:
     return TokenDataset(folder / "train", weights), TokenDataset(folder / "valid")
 
 
-def _load_target(args: argparse.Namespace, device: torch.device, data: TokenDataset) -> torch.nn.Module:
+def _load(folder: Path, device: torch.device) -> GatedDeltaNet:
+    target = load_target(folder, device)
+    assert isinstance(target, GatedDeltaNet)  # or its configuration would have been refused
+    return target
+
+
+def _load_target(args: argparse.Namespace, device: torch.device, data: TokenDataset) -> GatedDeltaNet:
     folder = args.target or args.work / "target"
     if load_tokenizer(folder).fingerprint != data.meta["tokenizer"]:
         raise ValueError(
             f"the tokenizer of {folder} is not that of the tokens in {args.work}: train or pack them again"
         )
-    return load_target(folder, device)
+    return _load(folder, device)
 
 
 def _fingerprint(network: torch.nn.Module) -> float:

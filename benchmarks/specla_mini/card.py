@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -15,6 +16,7 @@ import matplotlib.pyplot as plt
 
 from specla import LLM, SamplingParams
 from specla.engine.llm import BUNDLED_MODEL
+from specla.models.config import GatedDeltaNetConfig
 
 LOG = Path(__file__).parent / "training_log.jsonl"
 RUN = Path(__file__).parent / "run.json"  # what the log does not say
@@ -87,6 +89,7 @@ def main() -> None:
     draw(log, measured, batch_tokens)
     llm = LLM(drafter="none")
     config = llm.target.config
+    assert isinstance(config, GatedDeltaNetConfig)
     params = SamplingParams(temperature=0.7, top_p=0.95, seed=0, max_tokens=120)
     outputs = llm.generate(list(PROMPTS), params)
     samples = [show(n, output.prompt, output.outputs[0].text) for n, output in enumerate(outputs, 1)]
@@ -111,7 +114,7 @@ def show(number: int, prompt: str | None, text: str) -> str:
     return f"**{number}.** `{prompt!r}`\n\n~~~~text\n{text}\n~~~~"
 
 
-def draw(log: list[dict], measured: list[tuple[int, dict[str, float]]], batch_tokens: int) -> None:
+def draw(log: list[dict[str, Any]], measured: list[tuple[int, dict[str, float]]], batch_tokens: int) -> None:
     figure, left = plt.subplots(figsize=(7, 3.6), dpi=110)
     steps, losses = [row["step"] for row in log], [row["loss"] for row in log]
     smooth = [

@@ -17,6 +17,7 @@ import torch
 from specla import LLM, SamplingParams
 from specla.bench.prompts import read_prompts
 from specla.drafters.checkpoint import load_drafter
+from specla.drafters.network import Eagle
 from specla.models.target import Tap
 from specla.train.objectives import chain_matches
 
@@ -24,7 +25,7 @@ CHAIN, NEW_TOKENS, BATCH = 8, 128, 8
 
 
 @torch.no_grad()
-def rounds(llm: LLM, network, prompt: list[int], text: list[int]) -> list[int]:
+def rounds(llm: LLM, network: Eagle, prompt: list[int], text: list[int]) -> list[int]:
     """Accepted drafts of each round."""
     tokens = torch.tensor([prompt + text])
     streams: list[torch.Tensor] = []

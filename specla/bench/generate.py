@@ -27,13 +27,21 @@ class UnrepeatableError(RuntimeError):
     """Plain decoding gave other tokens for the same prompts, so there is nothing to compare with."""
 
 
+class UnavailableError(RuntimeError):
+    """A way to decode that cannot be taken here; the message says why."""
+
+
 @dataclass(frozen=True)
 class Way:
-    """One way to decode: a drafter, by name or with its network, and how much it may draft."""
+    """One way to decode: a drafter, by name or with its network, and how much it may draft.
+
+    baseline: of `whole_rounds`, for the table alone; None: rounds are the engine's.
+    """
 
     name: str
     drafter: str | DraftNetwork
     config: SpeculativeConfig
+    baseline: str | None = None
 
 
 def drafter_name(way: Way) -> str:
@@ -141,6 +149,7 @@ def decode(
 
     `number` is the batch's own: its repeats draw the same drafts, other batches draw others.
     """
+    assert way.baseline is None, "baselines are the table's"
     seed = ((params.seed or 0) << 20) + number
     drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed, len(prompts))
     engine = make_engine(target, drafter, way.config, max_num_seqs=len(prompts))

@@ -1,30 +1,31 @@
 """Many ways to decode on one target, by batch, temperature and suite of prompts, in pieces that can be taken up again.
 
-An engine is made once for a way and a batch size, and every suite and temperature runs on it. What differs from plain
+The pieces are in the order of their worth, for a run that ends early: greedy decoding at the first batch size, the
+curve, the other batch sizes from the largest down, then the higher temperatures, then the parts of a round. An engine
+is made once for a piece, a way at a batch size and temperature, and every suite runs on it. What differs from plain
 decoding's tokens is counted and told, not refused: modes that sum in another order may differ.
 """
 
 from __future__ import annotations
 
-import json
+import gc
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from specla.bench.decode import decode_batch
-from specla.bench.generate import Way, drafter_name, plain_way, repeated_share
+from specla.bench.generate import UnavailableError, Way, drafter_name, plain_way, repeated_share
+from specla.bench.pieces import Table
+from specla.drafters import SyntheticDrafter
 from specla.drafters.network import Eagle
 from specla.engine.choice import make_engine
 from specla.engine.drafting import make_drafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.loader import replace_file
-
-FORMAT = 1
 
 Suites = dict[str, list[list[int]]]
 
@@ -34,15 +35,17 @@ class TableSettings:
     """What is measured.
 
     Args:
-        batches: sequences that run together. per_suite: prompts of a suite, for larger batches as many as the batch.
+        batches: sequences that run together. per_suite: prompts of a suite, one number for all batch sizes or one for
+            each; for larger batches as many as the batch.
         max_tokens: new tokens of each; the end of a text is ignored. repeat: runs of each batch; times are medians.
         tree_steps, topk: depth and width of trees. prune_threshold: of pruned ones.
-        rates, drafts: of the curve, at the first batch size and the lowest temperature, on the first suite.
+        rates, drafts: of the curve, largest first, at the first batch size and the lowest temperature, on the first
+            suite.
     """
 
     batches: tuple[int, ...] = (1, 8, 32)
     temperatures: tuple[float, ...] = (0.0, 1.0)
-    per_suite: int = 16
+    per_suite: tuple[int, ...] = (16,)
     max_tokens: int = 256
     repeat: int = 1
     seed: int = 0
@@ -53,77 +56,45 @@ class TableSettings:
     drafts: tuple[int, ...] = (4, 8, 16)
 
     def __post_init__(self) -> None:
-        for name in ("per_suite", "repeat", "tree_steps", "topk"):
+        for name in ("repeat", "tree_steps", "topk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if len(self.per_suite) not in (1, len(self.batches)) or min(self.per_suite) < 1:
+            raise ValueError(
+                f"per_suite must be one number of at least 1 or one for each of {len(self.batches)} batch sizes, "
+                f"got {list(self.per_suite)}"
+            )
         if self.max_tokens < 2 or not self.batches or min(self.batches) < 1 or not self.temperatures:
             raise ValueError("expected max_tokens of at least 2, batches of at least 1, and a temperature")
 
+    def prompts(self, batch: int) -> int:
+        """How many of a suite at this batch size."""
+        each = dict(zip(self.batches, self.per_suite, strict=len(self.per_suite) > 1))
+        return each.get(batch, self.per_suite[0])
+
 
 def table_ways(settings: TableSettings, network: Eagle | None) -> list[Way]:
-    """Plain decoding first; `network` is the target's trained drafter, if it has one."""
+    """Plain decoding first, baselines last; `network` is the target's trained drafter, if it has one."""
 
     def tree(mode: str, prune: float | None = None) -> SpeculativeConfig:
         return SpeculativeConfig(15, settings.tree_steps, settings.topk, prune, mode)
 
-    ways = [plain_way(), Way("ngram chain 8", "ngram", SpeculativeConfig(8, 8, 1))]
-    if network is not None:
-        ways += [
-            Way("chain 8", network, SpeculativeConfig(8, 8, 1)),
-            Way("tree 16", network, tree("auto")),
-            Way("tree 16, pruned", network, tree("auto", settings.prune_threshold)),
-            *(Way(f"tree 16, {mode}", network, tree(mode)) for mode in ("serial", "hybrid", "parallel")),
-        ]
-    return [*ways, Way("auto", "ngram" if network is None else network, SpeculativeConfig())]
-
-
-class Table:
-    """The figures so far, in a file that is rewritten after each piece.
-
-    Args:
-        path: of the JSON document; the tokens of plain decoding are kept beside it, in `*.plain.json`.
-        identity: what a file must agree on to be gone on with.
-
-    Raises:
-        ValueError: when the file is damaged or of another measurement.
-    """
-
-    def __init__(self, path: Path, identity: dict[str, Any]):
-        self.path, self.beside = path, path.with_suffix(".plain.json")
-        self.made: dict[str, Any] = {
-            "benchmark": "table",
-            "format": FORMAT,
-            "identity": identity,
-            "rows": [],
-            "parts": [],
-            "curve": [],
-        }
-        self.plain: dict[str, Any] = {}
-        if path.exists():
-            try:
-                made, plain = (json.loads(p.read_text(encoding="utf-8")) for p in (path, self.beside))
-                known = made["identity"], made["rows"], made["curve"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path} is not a table to go on with: {error}") from None
-            if known[0] != json.loads(json.dumps(identity)):
-                parts = [
-                    name for name in identity if known[0].get(name) != json.loads(json.dumps(identity[name]))
-                ]
-                raise ValueError(
-                    f"{path} is of another measurement ({', '.join(parts)}); measure into another file"
-                )
-            self.made, self.plain = made, plain
-
-    def has(self, part: str, **key: Any) -> bool:
-        return any(all(row[name] == value for name, value in key.items()) for row in self.made[part])
-
-    def add(self, part: str, rows: list[dict[str, Any]]) -> None:
-        """Keep the rows, and whatever `plain` has by now."""
-        self.made[part] += rows
-        for path, content in ((self.beside, self.plain), (self.path, self.made)):
-            replace_file(
-                path, partial(Path.write_text, data=json.dumps(content, indent=1) + "\n", encoding="utf-8")
-            )
+    chain = SpeculativeConfig(8, 8, 1)
+    ngram = Way("ngram chain 8", "ngram", chain)
+    if network is None:
+        return [plain_way(), Way("auto", "ngram", SpeculativeConfig()), ngram]
+    return [
+        plain_way(),
+        Way("chain 8", network, chain),
+        Way("tree 16", network, tree("auto")),
+        Way("tree 16, pruned", network, tree("auto", settings.prune_threshold)),
+        Way("auto", network, SpeculativeConfig()),
+        ngram,
+        *(Way(f"tree 16, {mode}", network, tree(mode)) for mode in ("serial", "hybrid", "parallel")),
+        Way("tree 16, dense snapshots", network, tree("auto"), "dense snapshots"),
+        Way("tree 16, separate commit", network, tree("auto"), "separate commit"),
+        Way("chain 8, flash-linear-attention", network, chain, "flash-linear-attention"),
+    ]
 
 
 def measure_table(
@@ -137,21 +108,69 @@ def measure_table(
     over: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Fill the table and the curve; False when it was `over` before the end, which is asked between pieces."""
-    curve = False  # measured as soon as there is something to draft from
-    for batch in settings.batches:
-        for way in table_ways(settings, network):
-            if table.has("rows", batch=batch, way=way.name):
-                continue
-            if over():
-                return False
-            rows = _measure_way(target, way, batch, suites, settings, table)
-            table.add("rows", rows)
-            _tell(progress, rows)
-        if not curve and not (
-            curve := measure_curve(target, suites, settings, table, progress=progress, over=over)
-        ):
+    first, *rest = settings.batches
+    batches, (lowest, *higher) = [first, *sorted(rest, reverse=True)], sorted(settings.temperatures)
+
+    def rows(batches: list[int], heat: float) -> bool:
+        return all(
+            _measure_batch(target, network, batch, heat, suites, settings, table, progress, over)
+            for batch in batches
+        )
+
+    return (
+        rows([first], lowest)
+        and measure_curve(target, suites, settings, table, progress=progress, over=over)
+        and rows(batches[1:], lowest)
+        and all(rows(batches, heat) for heat in higher)
+        and measure_parts(target, network, settings, table, progress=progress, over=over)
+    )
+
+
+def _measure_batch(
+    target: GatedDeltaNet, network: Eagle | None, batch: int, heat: float, suites: Suites, settings: TableSettings,
+    table: Table, progress: TextIO | None, over: Callable[[], bool],
+) -> bool:  # fmt: skip
+    """All ways at one batch size and temperature; False when it was `over` before the end."""
+    for way in table_ways(settings, network):
+        piece = {"batch": batch, "temperature": heat, "way": way.name}
+        if table.settled("rows", **piece):
+            continue
+        if over():
             return False
-    return measure_parts(target, network, settings, table, progress=progress, over=over)
+
+        def measured(way: Way = way) -> list[dict[str, Any]]:
+            engine = _engine(target, way, batch, settings.seed)
+            return [
+                _measure_cell(engine, way, suite, prompts, heat, batch, settings, table)
+                for suite, prompts in suites.items()
+            ]
+
+        _tell(progress, _keep(table, "rows", piece, way.baseline, measured, progress))
+    return True
+
+
+def _keep(
+    table: Table, part: str, piece: dict[str, Any], baseline: str | None,
+    measured: Callable[[], list[dict[str, Any]]], progress: TextIO | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The rows of a piece, by now in the table; none where a baseline cannot run, or fails, which is told there."""
+    try:
+        rows = measured()
+    except UnavailableError as error:
+        why, failed = str(error), False
+    except Exception as error:  # others' kernels do not end the measurement of ours
+        if baseline is None:
+            raise
+        why, failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", True
+    else:
+        table.unskip(part, piece)
+        table.add(part, rows)
+        return rows
+    table.skip(part, piece, why, failed=failed)
+    if progress is not None:
+        told = "failed" if failed else "skipped"
+        print(f"B={piece['batch']:<3} {piece['way']}: {told}, {why}", file=progress, flush=True)
+    return []
 
 
 def measure_curve(
@@ -168,15 +187,17 @@ def measure_curve(
     (plain,) = (
         row for row in table.made["rows"] if row["way"] == "plain" and _cell(row) == (suite, batch, heat)
     )
-    for drafts in settings.drafts:
-        for rate in settings.rates:
+    for drafts in sorted(settings.drafts, reverse=True):
+        engine: Engine | None = None
+        for rate in sorted(settings.rates, reverse=True):
             if table.has("curve", drafts=drafts, rate=rate):
                 continue
             if over():
                 return False
             config = SpeculativeConfig(drafts, drafts, 1, synthetic_acceptance_rate=rate)
             way = Way(f"chain {drafts} at {rate:g}", "synthetic", config)
-            engine = _engine(target, way, batch, settings.seed)
+            engine = engine or _engine(target, way, batch, settings.seed)
+            _tell_rate(engine, rate)
             row = _measure_cell(engine, way, suite, suites[suite], heat, batch, settings, table)
             kept = ("speedup", "tokens_per_s", "acceptance_length", "round_ms", "identical", "diverged")
             plain_steps = round(row["round_ms"] / plain["round_ms"], 3)
@@ -186,6 +207,15 @@ def measure_curve(
             )
             _tell(progress, [row])
     return True
+
+
+def _tell_rate(engine: Engine, rate: float) -> None:
+    """Let drafts of a synthetic drafter be right with this chance from now on; graphs stay what they are."""
+    assert isinstance(engine.drafter, SyntheticDrafter)
+    engine.drafter.acceptance = [rate] * engine.drafter.num_steps
+    rounds = getattr(engine, "rounds", None)
+    if rounds is not None:
+        rounds.proposer.acceptance.fill_(rate)
 
 
 def measure_parts(
@@ -201,34 +231,33 @@ def measure_parts(
     if network is None or target.norm.weight.device.type != "cuda":
         return True
     from specla.bench.resident import Way as ToldWay, engine_of, time_parts
+    from specla.bench.whole_rounds import run_as
 
+    chain = ToldWay("chain 8", 8, 8, 1, 0.7, True)
+    tree = ToldWay("tree 16", 15, settings.tree_steps, settings.topk, 0.7, True)
+    own: list[tuple[ToldWay, str | None]] = [(chain, None), (tree, None)]
+    others = [(tree, "dense snapshots"), (tree, "separate commit"), (chain, "flash-linear-attention")]
     for batch in settings.batches:
-        for way in (
-            ToldWay("chain 8", 8, 8, 1, 0.7, True),
-            ToldWay("tree 16", 15, settings.tree_steps, settings.topk, 0.7, True),
-        ):
-            if table.has("parts", batch=batch, way=way.name):
+        for way, baseline in own + others:
+            name = way.name if baseline is None else f"{way.name}, {baseline}"
+            piece = {"batch": batch, "way": name}
+            if table.settled("parts", **piece):
                 continue
             if over():
                 return False
-            engine = engine_of(target, network, way, batch, settings.seed)
-            parts = time_parts(engine, way.drafts or 0)
-            table.add("parts", [{"batch": batch, "way": way.name, "ms": parts}])
-            if progress is not None:
-                told = ", ".join(f"{name} {ms:.3f} ms" for name, ms in parts.items())
-                print(f"B={batch:<3} {way.name}: {told}", file=progress, flush=True)
+
+            def measured(way: ToldWay = way, baseline: str | None = baseline, batch: int = batch) -> Any:
+                _free()
+                engine = engine_of(target, network, way, batch, settings.seed)
+                if baseline is not None:
+                    run_as(engine, baseline)
+                return [{"batch": batch, "way": name, "ms": time_parts(engine, way.drafts or 0)}]  # noqa: B023
+
+            rows = _keep(table, "parts", piece, baseline, measured, progress)
+            for row in rows if progress is not None else []:
+                told = ", ".join(f"{part} {ms:.3f} ms" for part, ms in row["ms"].items())
+                print(f"B={batch:<3} {name}: {told}", file=progress, flush=True)
     return True
-
-
-def _measure_way(
-    target: GatedDeltaNet, way: Way, batch: int, suites: Suites, settings: TableSettings, table: Table
-) -> list[dict[str, Any]]:
-    engine = _engine(target, way, batch, settings.seed)
-    return [
-        _measure_cell(engine, way, suite, prompts, heat, batch, settings, table)
-        for heat in settings.temperatures
-        for suite, prompts in suites.items()
-    ]
 
 
 def _measure_cell(
@@ -236,7 +265,7 @@ def _measure_cell(
     settings: TableSettings, table: Table,
 ) -> dict[str, Any]:  # fmt: skip
     """All batches of one suite, as one row."""
-    count = max(settings.per_suite, batch) // batch * batch
+    count = max(settings.prompts(batch), batch) // batch * batch
     prompts = (prompts * -(-count // len(prompts)))[:count]
     params = [
         SamplingParams(
@@ -281,20 +310,46 @@ def _measure_cell(
         "identical": all(at is None for at in parted), "diverged": sum(at is not None for at in parted),
         "first_divergence": min((at for at in parted if at is not None), default=None),
         "repeated_8grams": round(sum(shares) / len(shares), 4),
-        "state_bytes_per_sequence": _state_bytes(engine),
+        "baseline": way.baseline, **_memory(engine),
     }  # fmt: skip
 
 
 def _engine(target: GatedDeltaNet, way: Way, batch: int, seed: int) -> Engine:
+    """Raises UnavailableError for a baseline that cannot run."""
+    _free()
     drafter = make_drafter(way.drafter, way.config, target.config.vocab_size, seed, batch)
-    return make_engine(target, drafter, way.config, max_num_seqs=batch)
+    engine = make_engine(target, drafter, way.config, max_num_seqs=batch)
+    if way.baseline is not None:
+        if not hasattr(engine, "rounds"):
+            raise UnavailableError("needs rounds on a GPU")
+        from specla.bench.whole_rounds import run_as
+        from specla.engine.resident import ResidentEngine
+
+        assert isinstance(engine, ResidentEngine)
+        run_as(engine, way.baseline)
+    return engine
 
 
-def _state_bytes(engine: Engine) -> int:
-    """Memory of one sequence: committed states, windows, and the banks of its drafts' factors."""
-    pool, rounds = engine.pool, getattr(engine, "rounds", None)
-    banks = 2 if rounds is None else rounds.banks
-    return pool.bytes_per_sequence() + banks * (engine.config.max_draft + 1) * pool.bytes_per_node()
+def _free() -> None:
+    """Give back what the engine before has held: graphs keep theirs until they are collected."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _memory(engine: Engine) -> dict[str, int]:
+    """Of one sequence: committed states and windows, and what drafts of all nodes take."""
+    nodes = engine.config.max_draft + 1
+    if hasattr(engine, "rounds"):
+        from specla.bench.whole_rounds import slot_bytes
+
+        committed, drafts = slot_bytes(engine.rounds)
+    else:
+        committed, drafts = engine.pool.bytes_per_sequence(), nodes * engine.pool.bytes_per_node()
+    return {
+        "state_bytes_per_sequence": committed + drafts, "committed_bytes_per_sequence": committed,
+        "bytes_per_draft_node": drafts // nodes,
+    }  # fmt: skip
 
 
 def _parting(ours: list[int], theirs: list[int]) -> int | None:

@@ -3,12 +3,12 @@
 Batch rows are slots: row b works on slot b, or on nothing where `rows[b]` is -1. What a round leaves of its nodes goes
 into a bank, of which there are several. What was accepted is pending there until a later round commits it: the next
 one, or, since to write a state costs as much as to read it, a few rounds later. A convolution's window is small,
-and always committed by the next round.
+and always committed by the next round. Who does all this to the states is one object, the `Recurrence`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -23,8 +23,62 @@ from specla.ops.triton.conv import tree_conv
 from specla.ops.triton.linear import Int7Weight, linear, linear_parts, swiglu
 from specla.ops.triton.norm import add_norm, embed_norm, gated_norm
 from specla.ops.verify import launch, launch_commit
+from specla.resident.slots import Slots
 from specla.state import RecurrentState
 from specla.tree import Tree
+
+
+class Inputs(NamedTuple):
+    """What the rule of a layer reads: q, k `[B, N, H, K]`, v `[B, N, HV, V]`, a, b `[B, N, HV]`, any outer strides."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    gate: Gate
+
+
+class Recurrence(Protocol):
+    """What a round does with the recurrent states: the engine's `Delayed`, or what a benchmark compares it with."""
+
+    @property
+    def defers(self) -> bool:
+        """Whether it heeds `Round.due`."""
+        ...
+
+    def layer(self, index: int) -> Recurrence:
+        """The same for one layer, as `Layers.layer`."""
+        ...
+
+    def outputs(self, inputs: Inputs, layer: Layers, now: Round) -> Tensor:
+        """`[B, N, HV, V]` at every node of the trees, in a layer."""
+        ...
+
+    def accepted(self, layers: Layers, rows: Tensor, slots: Slots) -> None:
+        """Called after the walk, for all layers: int32 `rows` `[B]` is -1 for padding and for what has ended."""
+        ...
+
+
+class Delayed:
+    """Verification leaves factors in a bank, and a later one applies those that were accepted."""
+
+    defers = True
+
+    def layer(self, index: int) -> Delayed:
+        return self
+
+    def outputs(self, inputs: Inputs, layer: Layers, now: Round) -> Tensor:
+        q, k, v, a, b, gate = inputs
+        o, _ = launch(
+            q, k, v, a, b, now.tree, layer.state, None, now.mode, True, gate=gate, state_indices=now.rows,
+            pending=Pending(layer.factors, now.pending_path, now.num_pending), factors=layer.bank(now.turn).factors,
+            by_slot=True, due=now.due,
+        )  # fmt: skip
+        return o
+
+    def accepted(self, layers: Layers, rows: Tensor, slots: Slots) -> None:
+        pass
 
 
 class Bank(NamedTuple):
@@ -46,6 +100,7 @@ class Layers(NamedTuple):
     factors: Factors
     conv_inputs: Tensor
     max_nodes: int
+    recurrence: Recurrence = Delayed()
 
     @classmethod
     def of(cls, group: RecurrentState, max_nodes: int, banks: int = 2) -> Layers:
@@ -62,8 +117,9 @@ class Layers(NamedTuple):
         """Views of one layer, without the leading dimension."""
         factors = Factors(*(x[index] for x in self.factors))
         return Layers(
-            self.state[index], self.conv_state[index], factors, self.conv_inputs[index], self.max_nodes
-        )
+            self.state[index], self.conv_state[index], factors, self.conv_inputs[index], self.max_nodes,
+            self.recurrence.layer(index),
+        )  # fmt: skip
 
     def bank(self, turn: int) -> Bank:
         """Of one layer, what the round of this turn fills."""
@@ -151,14 +207,12 @@ def recur(mixer: DeltaMixer, projected: Tensor, layer: Layers, now: Round) -> Te
         (old.conv_inputs, now.path, now.taken), by_slot=True, keep=new.conv_inputs,
     )  # fmt: skip
     q, k, v = qkv.split([config.key_dim, config.key_dim, config.value_dim], -1)
-    o, _ = launch(
+    inputs = Inputs(
         q.unflatten(-1, (config.num_heads, config.head_dim)), k.unflatten(-1, (config.num_heads, config.head_dim)),
-        v.unflatten(-1, (config.value_heads, config.head_v_dim)), a, b, tree, layer.state, None, now.mode, True,
-        gate=Gate(mixer.A_log, mixer.dt_bias, 2.0 if config.allow_neg_eigval else 1.0), state_indices=now.rows,
-        pending=Pending(layer.factors, now.pending_path, now.num_pending), factors=new.factors, by_slot=True,
-        due=now.due,
+        v.unflatten(-1, (config.value_heads, config.head_v_dim)), a, b,
+        Gate(mixer.A_log, mixer.dt_bias, 2.0 if config.allow_neg_eigval else 1.0),
     )  # fmt: skip
-    return o
+    return layer.recurrence.outputs(inputs, layer, now)
 
 
 def leave(mixer: DeltaMixer, o: Tensor, projected: Tensor) -> Tensor:

@@ -141,6 +141,7 @@ class Rounds:
 
     def flush(self, slot: int, kept: int) -> None:
         """Commit what is pending in a slot, of its last round, which was the last of all, no more than `kept` nodes."""
+        assert self.layers.recurrence.defers, "nothing is pending"
         slots, one = self.slots, slice(slot, slot + 1)
         slots.num_pending[one] += kept - slots.count[one]
         slots.count[one] = kept
@@ -160,7 +161,8 @@ class Rounds:
     def _defers(self, shape: Shape) -> bool:
         """Whether a round leaves states unwritten that are not due."""
         chains = shape.size == 1 or self.proposer.chains
-        return self.banks > 2 and chains and shape.batch >= MANY and self.mode != "parallel"
+        many = self.banks > 2 and shape.batch >= MANY
+        return many and chains and self.mode != "parallel" and self.layers.recurrence.defers
 
     def bucket(self, batch: int) -> int:
         """Rows of the smallest graph that holds `batch` rows."""
@@ -248,6 +250,7 @@ class Rounds:
         walk(
             draws, tokens, parent, num_nodes, rows, slots, outcome, shape.turn, self.banks, self._defers(shape)
         )  # fmt: skip
+        self.layers.recurrence.accepted(self.layers, rows, slots)
         if plan.penalty:
             remember(outcome, self.narrow)
         self.proposer.keep(slots, outcome)

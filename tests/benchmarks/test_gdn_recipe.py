@@ -75,6 +75,8 @@ def test_every_stage_leaves_its_file(done: Path) -> None:
     }
     exact = [row for row in table["rows"] if not row["way"].endswith("parallel")]
     assert all(row["identical"] and row["diverged"] == 0 for row in exact)
+    skipped = {(each["batch"], each["way"]): each["why"] for each in table["skipped"]}
+    assert len(skipped) == 2 * 3 and set(skipped.values()) == {"needs rounds on a GPU"}
     assert len(table["curve"]) == 21 and table["about"]["self_trained"] is True
     assert table["about"]["training"]["target"]["valid_loss"] > 0
 
@@ -181,6 +183,7 @@ def test_a_stage_names_what_it_lacks(home: Path, tmp_path: Path, capsys: pytest.
     late = [
         ("--prompts", str(tmp_path / "none.jsonl"), "cannot be read"),
         ("--drafter-minutes", "0.00001", "little time"),
+        ("--per-suite", "0", "per_suite must be one number of at least 1 or one for each of 1 batch sizes"),
     ]
     for flag, value, told in late:  # nothing starts that could not end
         assert recipe.main(given(home, tmp_path, "all", flag, value)) == 2

@@ -171,7 +171,7 @@ def finish(engine: Engine) -> None:
 def held(engine: Engine, slots: list[int]) -> list[Tensor]:
     """Copies of all that these slots hold."""
     assert isinstance(engine, ResidentEngine)
-    state, windows, factors, inputs, _ = engine.rounds.layers
+    state, windows, factors, inputs, *_ = engine.rounds.layers
     return [x[:, slots].clone() for x in (state, windows, *factors, inputs)]
 
 

@@ -34,7 +34,7 @@ def small(variant: str, layers: int) -> GatedDeltaNet:
 
 
 def parts(layers: Layers) -> list[Tensor]:
-    state, windows, factors, inputs, _ = layers
+    state, windows, factors, inputs, *_ = layers
     return [state, windows, *factors, inputs]
 
 
