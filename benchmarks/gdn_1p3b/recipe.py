@@ -80,10 +80,18 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--recompute", type=int, default=0, metavar="N", help="layers computed again to save memory"
     )
-    p.add_argument("--compile", choices=("layers", "whole", "none"), default="layers")
+    p.add_argument("--compile", choices=("layers", "whole", "none"), default="layers", help="of the target")
+    p.add_argument("--drafter-compile", choices=("whole", "none"), default="whole")
     p.add_argument("--rollout-rows", type=int, default=128, metavar="N", help="texts written together")
     p.add_argument("--draft-texts", type=int, default=2048, metavar="N", help="in memory with their features")
     p.add_argument("--prompts", type=Path, metavar="FILE", nargs="+", default=[], help="suites for measure")
+    p.add_argument(
+        "--chat",
+        nargs="+",
+        default=[],
+        metavar="SUITE",
+        help="suites whose prompts are a user's turn in a chat",
+    )
     p.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], metavar="B")
     p.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
     p.add_argument(

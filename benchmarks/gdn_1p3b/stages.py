@@ -39,6 +39,7 @@ from specla.train.target import TargetTraining, train_target
 MANY = 10**7  # steps: the clock ends a run
 CHECKPOINT_SECONDS = 240.0
 PAUSED = "paused"  # stands in the work folder when a stage's time was over before its end
+USER_TURN = "<|user|>\n{}<|assistant|>\n"  # as chats of the corpus are written
 NO_BOS = {"add_bos_token": False}  # texts of the corpus begin without one, so prompts do, too
 
 Over = Callable[[float], bool]
@@ -101,6 +102,9 @@ def check_inputs(args: argparse.Namespace, todo: Sequence[str]) -> None:
             raise ValueError(f"{stage} needs {result(before, args)}: run the stage {before} first")
     for path in args.prompts if "measure" in todo else []:
         read_prompts(path, 1)
+    unknown = sorted(set(args.chat) - {path.stem for path in args.prompts})
+    if "measure" in todo and unknown:
+        raise ValueError(f"--chat names {unknown[0]!r}, which is the name of none of --prompts")
     if "measure" in todo:
         table_settings(args)
         if not args.prompts:
@@ -242,6 +246,7 @@ def _drafter(args: argparse.Namespace, shape: Shape, device: torch.device, over:
     training = DrafterTraining(
         steps=MANY, clock_seconds=60 * args.drafter_minutes, checkpoint_seconds=CHECKPOINT_SECONDS, batch_size=batch,
         length=shape.text_length, rows=rows, passes=4, corpus_share=1.0, features="parallel", seed=args.seed,
+        compile=args.drafter_compile,
         learning_rate=shape.learning_rate, vector_rate=shape.vector_rate, warmup=0.03, decay=0.5, eval_every=MANY,
         checkpoint_every=MANY, log_every=20, eval_rows=4 if small else 64, shortest_prompt=4 if small else 16,
         longest_prompt=8 if small else 96,
@@ -263,12 +268,14 @@ def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over:
         raise ValueError(f"{args.drafter} is no drafter of its own")
     settings = table_settings(args)
     most = max(*args.per_suite, *args.batches)
-    suites = {
-        path.stem: [tokenizer.encode(p.prompt) for p in read_prompts(path, most)] for path in args.prompts
-    }
+    suites = {}
+    for path in args.prompts:
+        form = USER_TURN if path.stem in args.chat else "{}"
+        suites[path.stem] = [tokenizer.encode(form.format(p.prompt)) for p in read_prompts(path, most)]
     identity = {
         "target": fingerprint(target), "drafter": None if network is None else _fingerprint(network),
         "settings": settings_identity(settings), "suites": {name: len(ids) for name, ids in suites.items()},
+        "chat": sorted(args.chat),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
     table = Table(args.work / "table.json", identity)

@@ -26,6 +26,7 @@ from specla.train.rollouts import Recorder, Rollouts
 from specla.train.run import Row, Training, make_optimizers, ranks, run_training
 
 FEATURES = ("recurrent", "parallel")
+COMPILE = ("whole", "none")
 CHAIN, NEW_TOKENS = 8, 128  # drafts in a row, and tokens of a text, when acceptance is measured
 
 
@@ -42,6 +43,7 @@ class DrafterTraining(Training):
         features: "recurrent", from the execution that verification runs, token by token; "parallel", from one pass over
             the whole text.
         eval_rows: held-out texts to measure acceptance on.
+        compile: on a GPU, the "whole" step as one, which takes a minute or more, or "none".
     """
 
     steps: int = 1000
@@ -58,6 +60,7 @@ class DrafterTraining(Training):
     temperature: float = 1.0
     features: str = "recurrent"
     eval_rows: int = 128
+    compile: str = "whole"
     objective: Objective = field(default_factory=Objective)
 
     def __post_init__(self) -> None:
@@ -65,6 +68,8 @@ class DrafterTraining(Training):
         self.need_at_least_one("batch_size", "rows", "passes", "shortest_prompt", "eval_rows")
         if self.features not in FEATURES:
             raise ValueError(f"features must be one of {', '.join(FEATURES)}, got {self.features!r}")
+        if self.compile not in COMPILE:
+            raise ValueError(f"compile must be one of {', '.join(COMPILE)}, got {self.compile!r}")
         for name in ("corpus_share", "greedy_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
@@ -229,7 +234,7 @@ def train_drafter(
         )
         return {"loss": value, "first_token_match": first}
 
-    step_gradients = step_function(network, loss, source.batch(0))
+    step_gradients = step_function(network, loss, source.batch(0), whole=training.compile == "whole")
 
     identity = {
         "shape": asdict(config), "training": asdict(training), "target": fingerprint(target),

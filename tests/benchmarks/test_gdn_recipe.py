@@ -60,7 +60,8 @@ def done(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     work = tmp_path_factory.mktemp("work")
     assert recipe.main(given(home, work / "packed", "pack", "--num-slices", "2")) == 0
     args = [word for word in given(home, work, "all") if word not in ("--corpus", str(home))]
-    assert recipe.main([*args, "--batches", "1", "2", "--slices", str(work / "packed" / "slices")]) == 0
+    args += ["--batches", "1", "2", "--chat", "gsm8k", "--slices", str(work / "packed" / "slices")]
+    assert recipe.main(args) == 0
     return work
 
 
@@ -69,6 +70,7 @@ def test_every_stage_leaves_its_file(done: Path) -> None:
                  "drafter/model.safetensors", "table.json", "measure.done"):  # fmt: skip
         assert (done / name).exists(), name
     table = json.loads((done / "table.json").read_text())
+    assert table["identity"]["chat"] == ["gsm8k"]
     assert {row["batch"] for row in table["rows"]} == {1, 2} and {r["suite"] for r in table["rows"]} == {
         "gsm8k",
         "mixed",
@@ -183,6 +185,7 @@ def test_a_stage_names_what_it_lacks(home: Path, tmp_path: Path, capsys: pytest.
     late = [
         ("--prompts", str(tmp_path / "none.jsonl"), "cannot be read"),
         ("--drafter-minutes", "0.00001", "little time"),
+        ("--chat", "gsm9k", "names 'gsm9k'"),
         ("--per-suite", "0", "per_suite must be one number of at least 1 or one for each of 1 batch sizes"),
     ]
     for flag, value, told in late:  # nothing starts that could not end
