@@ -6,14 +6,19 @@ Shares no code with specla: loops and dictionaries, so that what it computes can
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Mix = Callable[[dict[str, Any], dict[str, Tensor], list[Tensor]], list[Tensor]]
 
-def logits(raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """`[T, vocab]` of a text, from a config.json's content and the checkpoint's tensors."""
+
+def logits(raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int], mix: Mix | None = None) -> Tensor:
+    """`[T, vocab]` of a text, from a config.json's content and the checkpoint's tensors; `mix` is what recurrent layers
+    do, by default Gated DeltaNet.
+    """
     w = {name: tensor.double() for name, tensor in weights.items()}
     eps = raw["norm_eps"]
     xs = [w["model.embeddings.weight"][i] for i in ids]
@@ -27,7 +32,7 @@ def logits(raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> T
         }
         spec = next((s for s in specs if layer in s["layers"]), None)
         normed = [_norm(x, p["attn_norm.weight"], eps) for x in xs]
-        mixed = _delta(raw, p, normed) if spec is None else _attention(spec, p, normed)
+        mixed = (mix or _delta)(raw, p, normed) if spec is None else _attention(spec, p, normed)
         xs = [x + y for x, y in zip(xs, mixed, strict=True)]
         for t, x in enumerate(xs):
             y = _norm(x, p["mlp_norm.weight"], eps)
