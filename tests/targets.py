@@ -54,6 +54,68 @@ QWEN: dict[str, dict[str, Any]] = {
     "qwen_next": {"model_type": "qwen3_next", "num_hidden_layers": 3, "full_attention_interval": 3,
                   "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
 }  # fmt: skip
+# Models of the family, each with what changes its computation.
+FAMILY: dict[str, dict[str, Any]] = {
+    "delta_net": {"model_type": "delta_net"},
+    "delta_net_relu": {"model_type": "delta_net", "qk_activation": "relu", "use_gate": True, "expand_k": 0.5},
+    "delta_net_elu": {
+        "model_type": "delta_net", "qk_activation": "elu", "qk_norm": "sum", "allow_neg_eigval": True, "expand_v": 2.0,
+    },
+    "delta_net_bare": {
+        "model_type": "delta_net", "use_short_conv": False, "use_beta": False, "tie_word_embeddings": True,
+        "intermediate_size": None, "hidden_ratio": 1,
+    },
+    "delta_net_still": {
+        "model_type": "delta_net", "qk_activation": "identity", "use_beta": False, "allow_neg_eigval": True,
+        "conv_size": 2,
+    },
+    "delta_net_hybrid": {"model_type": "delta_net", "num_hidden_layers": 3, "attn": {**_ATTENTION, "layers": [1]}},
+    "gla": {"model_type": "gla"},
+    "gla_conv": {
+        "model_type": "gla", "use_short_conv": True, "num_kv_heads": 1, "clamp_min": -0.03, "feature_map": "relu",
+        "expand_k": 1.0,
+    },
+    "gla_ungated": {
+        "model_type": "gla", "use_output_gate": False, "elementwise_affine": False, "feature_map": "sigmoid",
+        "expand_v": 2.0,
+    },
+    "gla_hybrid": {"model_type": "gla", "attn": {**_ATTENTION, "layers": [0], "window_size": 7}},
+    "retnet": {"model_type": "retnet"},
+    "retnet_grouped": {
+        "model_type": "retnet", "num_kv_heads": 1, "use_output_gate": False, "feature_map": "swish", "expand_v": 1.0,
+    },
+    "retnet_hybrid": {"model_type": "retnet", "attn": {**_ATTENTION, "layers": [1]}, "tie_word_embeddings": True},
+}  # fmt: skip
+# Those of which flash-linear-attention is not the only library, each with what changes its computation.
+FURTHER: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "mamba2_odd": {
+        "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 5, "n_groups": 1, "norm_eps": 1e-5,
+        "use_bias": True, "use_conv_bias": False, "conv_kernel": 2, "norm_before_gate": True, "D_has_hdim": True,
+        "dt_limit": [0.01, 0.7], "tie_word_embeddings": True,
+    },
+    "mamba2_bare": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 4, "norm_eps": 1e-5,
+        "rmsnorm": False, "conv_kernel": 1,
+    },
+    "kda": {"model_type": "kda", "head_dim": 8},
+    "kda_grouped": {
+        "model_type": "kda", "num_v_heads": 4, "head_dim": 8, "expand_v": 1.5, "safe_gate": True, "lower_bound": -5,
+        "allow_neg_eigval": True, "conv_size": 3,
+    },
+    "kda_hybrid": {
+        "model_type": "kda", "head_dim": 8, "use_short_conv": False, "attn": {**_ATTENTION, "layers": [1]},
+    },
+    "kimi": {
+        "model_type": "kimi_linear", "num_attention_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 6, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 6,
+        "layer_types": ["linear_attention", "full_attention"], "num_experts_per_token": 2, "num_expert_group": 2,
+        "moe_intermediate_size": 24, "routed_scaling_factor": 2.4,
+    },
+}  # fmt: skip
 RECURRENT = [name for name in VARIANTS if not name.startswith("hybrid")]
 
 
@@ -77,10 +139,31 @@ def make_qwen_config(variant: str, **changes: Any) -> QwenConfig:
     return QwenConfig.from_dict({**raw, **QWEN[variant], **changes})
 
 
+def family_raw(variant: str, **changes: Any) -> dict[str, Any]:
+    """The content of a config.json for a model of the family."""
+    raw: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 40,
+        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return {**raw, **(FAMILY | FURTHER)[variant], **changes}
+
+
+def make_family_config(variant: str, **changes: Any) -> ModelConfig:
+    raw = family_raw(variant, **changes)
+    return ARCHITECTURES[raw["model_type"]].config(raw)
+
+
 @cache
 def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target, shared between tests: never write to it. Decay is slowed so that states remember."""
-    return build_target(make_qwen_config(variant) if variant in QWEN else make_config(variant), dtype, seed)
+    make = (
+        make_qwen_config
+        if variant in QWEN
+        else make_family_config
+        if variant in FAMILY | FURTHER
+        else make_config
+    )
+    return build_target(make(variant), dtype, seed)
 
 
 def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
@@ -92,7 +175,7 @@ def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: 
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
                 weight.uniform_(-3, 1, generator=generator)
-            elif name.endswith(("conv_bias", "qkv_bias")):
+            elif name.endswith("_bias") and not name.endswith("dt_bias"):
                 weight.normal_(0, 0.3, generator=generator)
             is_matrix = weight.dim() > 1 and not name.endswith("conv_weight")
             if is_matrix or dtype == torch.float64:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from specla.models import fla_layout, kda_layout, mamba2_layout, qwen_layout
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
+from specla.models.delta_net import DeltaNet, DeltaNetConfig, delta_net
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.gla import GLA, GLAConfig, gla
 from specla.models.kda import KDA
 from specla.models.kda_config import KDAConfig
 from specla.models.kimi import Kimi
@@ -17,6 +19,7 @@ from specla.models.mamba2 import Mamba2
 from specla.models.mamba2_config import Mamba2Config
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
+from specla.models.retnet import RetNet, RetNetConfig, retnet
 from specla.models.source import Source
 
 
@@ -35,6 +38,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         GatedDeltaNetConfig.from_dict, GatedDeltaNet, lambda config, stored: fla_layout.gated_deltanet(config),
         (GatedDeltaNetConfig.architecture,),
     ),
+    DeltaNetConfig.model_type: Architecture(
+        DeltaNetConfig.from_dict, DeltaNet, lambda config, stored: delta_net(config), (DeltaNetConfig.architecture,)
+    ),
+    GLAConfig.model_type: Architecture(GLAConfig.from_dict, GLA, gla, (GLAConfig.architecture,)),
+    RetNetConfig.model_type: Architecture(RetNetConfig.from_dict, RetNet, retnet, (RetNetConfig.architecture,)),
     **{
         kind: Architecture(QwenConfig.from_dict, Qwen, qwen_layout.sources, CLASSES[kind], qwen_layout.UNUSED)
         for kind in QWEN_TYPES

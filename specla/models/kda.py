@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from specla.models.kda_config import KDAConfig
 from specla.models.language_model import LanguageModel
-from specla.models.layers import AttentionMixer, Block, Linear, RMSNorm, SwiGLU
+from specla.models.layers import Linear, RMSNorm, blocks
 from specla.models.past import TargetPast
 from specla.ops.elementwise import sigmoid, silu, softplus
 from specla.state import RecurrentSpec
@@ -19,13 +21,7 @@ class KDA(LanguageModel):
     config: KDAConfig
 
     def __init__(self, config: KDAConfig):
-        super().__init__(config, [_block(config, i) for i in range(config.num_hidden_layers)])
-
-
-def _block(config: KDAConfig, layer: int) -> Block:
-    hidden, spec = config.hidden_size, config.attention(layer)
-    mixer = KDAMixer(config, layer) if spec is None else AttentionMixer(hidden, spec, layer)
-    return Block(hidden, config.norm_eps, mixer, SwiGLU(hidden, config.mlp_dim))
+        super().__init__(config, blocks(config, partial(KDAMixer, config)))
 
 
 class KDAMixer(nn.Module):

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.models.naive_forward import norm, silu
+
 
 def kda(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[Tensor]:
     """What a recurrent layer adds to its stream."""
@@ -20,7 +22,7 @@ def kda(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[Ten
             width = kernel.shape[1]
             y = [sum(kernel[:, width - 1 - back] * y[t - back] for back in range(min(width, t + 1)))
                  for t in range(len(y))]  # fmt: skip
-        streams[name] = [_silu(x) for x in y]
+        streams[name] = [silu(x) for x in y]
     state = [torch.zeros(value_size, size, dtype=torch.float64) for _ in range(value_heads)]
     out = []
     for t, x in enumerate(xs):
@@ -38,15 +40,7 @@ def kda(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[Ten
             beta = torch.sigmoid(b[h]) * (2 if raw["allow_neg_eigval"] else 1)
             state[h] = state[h] * torch.exp(g)
             state[h] = state[h] + torch.outer(beta * (v - state[h] @ k), k)
-            o = _norm(state[h] @ (q * size**-0.5), p["attn.o_norm.weight"], raw["norm_eps"])
+            o = norm(state[h] @ (q * size**-0.5), p["attn.o_norm.weight"], raw["norm_eps"])
             parts.append(o * torch.sigmoid(gate[h * value_size : (h + 1) * value_size]))
         out.append(p["attn.o_proj.weight"] @ torch.cat(parts))
     return out
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean() + eps).sqrt() * weight
-
-
-def _silu(x: Tensor) -> Tensor:
-    return x / (1 + torch.exp(-x))

@@ -22,12 +22,21 @@ from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target
 from specla.tree import Tree
 from tests.data.qwen.make import COMMITTED
+from tests.data.transformers.make import VARIANTS as OTHER_VARIANTS
 
 DATA = Path(__file__).parent.parent / "data"
 FLA = [f"fla/{name}" for name in ("conv3", "expand2", "gva", "nogate", "nullinter", "plain", "tied")]
 QWEN = [f"qwen/{name}" for name in sorted(COMMITTED)]
-VARIANTS = FLA + QWEN
-CLOSE = dict.fromkeys(FLA, 2e-4) | dict.fromkeys(QWEN, 1e-4)
+FAMILY = [
+    *("family/delta_net", "family/delta_net_bare", "family/delta_net_gated"),
+    *("family/gla", "family/gla_conv", "family/gla_ungated"),
+    *("family/kda", "family/kda_bare", "family/kda_grouped"),
+    *("family/mamba2", "family/mamba2_groups", "family/mamba2_no_norm"),
+    *("family/retnet", "family/retnet_conv"),
+]
+OTHERS = [f"transformers/{name}" for name in sorted(OTHER_VARIANTS)]
+VARIANTS = FLA + FAMILY + QWEN + OTHERS
+CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN + OTHERS, 1e-4)
 PROMPT = 16
 
 
@@ -47,7 +56,8 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def test_every_variant_is_there():
-    found = [f"{p.parent.name}/{p.name}" for kind in ("fla", "qwen") for p in sorted((DATA / kind).iterdir())]
+    kinds = ("fla", "family", "qwen", "transformers")
+    found = [f"{kind}/{path.name}" for kind in kinds for path in sorted((DATA / kind).iterdir())]
     assert [name for name in found if (DATA / name / "config.json").exists()] == VARIANTS
 
 
@@ -57,7 +67,7 @@ def test_logits_of_a_whole_text(variant: str):
     with torch.inference_mode():
         logits = model.logits(model(answer["input_ids"]))
     assert difference(logits, answer["logits"]) < CLOSE[variant]
-    if variant in FLA:
+    if "logits_recurrent" in answer:
         assert difference(logits, answer["logits_recurrent"]) < CLOSE[variant]
 
 

@@ -12,12 +12,13 @@ from safetensors.torch import save_file
 from specla.models.kda_config import KDAConfig
 from specla.models.loader import load_target
 from specla.show import describe
+from tests.checkpoints import write_random
 from tests.models.naive_forward import logits
 from tests.models.naive_kda import kda
-from tests.models.random_checkpoint import TEXT, check_against, write_random
+from tests.models.test_family import TEXT, check_logits
 from tests.models.test_loader import edit_config, refuses
 
-naive_logits = partial(logits, mix=kda)
+naive_logits = partial(logits, mixer=kda)
 
 SHAPE: dict[str, Any] = {
     "model_type": "kda", "vocab_size": 23, "hidden_size": 16, "num_hidden_layers": 2, "num_heads": 2, "head_dim": 4,
@@ -42,7 +43,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
     raw = SHAPE | VARIANTS[name]
-    check_against(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
+    check_logits(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
 
 
 def test_defaults_are_the_librarys():
@@ -64,7 +65,7 @@ def test_fields_of_gated_deltanet_are_none_of_kdas(tmp_path: Path):
         "output_gate_activation": "swish",
         "gate_bias": False,
     }
-    check_against(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
+    check_logits(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
 
 
 @pytest.mark.parametrize(

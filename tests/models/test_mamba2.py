@@ -16,8 +16,9 @@ from torch import Tensor
 from specla.models.loader import load_target
 from specla.models.mamba2_config import Mamba2Config
 from specla.show import describe
+from tests.checkpoints import write_random
 from tests.models.naive_mamba2 import logits as naive_logits
-from tests.models.random_checkpoint import TEXT, check_against, write_random
+from tests.models.test_family import TEXT, check_logits
 from tests.models.test_loader import edit_config, refuses
 
 DATA = Path(__file__).parent.parent / "data" / "transformers"
@@ -45,7 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
     raw = SHAPE | VARIANTS[name]
-    check_against(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
+    check_logits(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
 
 
 def as_transformers(raw: dict[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from specla.ops.elementwise import l2norm, sigmoid, silu, softplus
+from specla.ops.elementwise import elu_plus_one, l2norm, logsigmoid, sigmoid, silu, softplus, sum_norm
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": sigmoid, "silu": silu, "softplus": softplus}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": sigmoid, "silu": silu, "softplus": softplus, "logsigmoid": logsigmoid, "elu_plus_one": elu_plus_one,
+}  # fmt: skip
 REFERENCES = {
     "sigmoid": torch.sigmoid,
     "silu": torch.nn.functional.silu,
     "softplus": torch.nn.functional.softplus,
+    "logsigmoid": torch.nn.functional.logsigmoid,
+    "elu_plus_one": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
 }
 THREADS = [1, 2]
 
@@ -52,15 +56,22 @@ def test_values_are_those_of_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 33, 64, 384, 2048])
-@pytest.mark.parametrize("norm", ["rms_norm", "l2norm"])
+@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm without a weight", "l2norm", "sum_norm"])
 def test_a_rows_norm_does_not_depend_on_the_other_rows(norm: str, size: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(200, size, generator=generator), torch.randn(size, generator=generator)
 
     def run(rows: Tensor) -> Tensor:
-        return l2norm(rows) if norm == "l2norm" else torch.nn.functional.rms_norm(rows, (size,), weight, 1e-6)
+        if norm in ("l2norm", "sum_norm"):
+            return l2norm(rows) if norm == "l2norm" else sum_norm(rows)
+        return torch.nn.functional.rms_norm(rows, (size,), weight if norm == "rms_norm" else None, 1e-6)
 
     whole = run(x)
     for rows in [*range(1, 40), 64, 199]:
         assert torch.equal(run(x[:rows]), whole[:rows]), rows
         assert torch.equal(run(x[-rows:].clone()), whole[-rows:]), rows
+
+
+def test_a_sum_norm_divides_by_the_sum_of_magnitudes() -> None:
+    x = torch.tensor([[1.0, -3.0], [0.0, 0.0]])
+    assert torch.equal(sum_norm(x), torch.tensor([[0.25, -0.75], [0.0, 0.0]]))
