@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specla.engine.params import SamplingParams
 from specla.models.architectures import ARCHITECTURES
 from specla.models.loader import load_target, read_config
 from specla.show import describe
@@ -19,7 +20,19 @@ from specla.tree import Tree
 from tests.checkpoints import write_random
 from tests.models import naive_family
 from tests.models.naive_forward import logits as naive_logits
-from tests.targets import FAMILY, family_raw, make_family_config, make_target
+from tests.ops.triton import DEVICE
+from tests.ops.triton.test_dispatch import switched_on
+from tests.targets import (
+    FAMILY,
+    ScriptedDrafter,
+    build_target,
+    family_raw,
+    make_family_config,
+    make_target,
+    prompt,
+    run,
+    same_bits,
+)
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 22, 0]
 
@@ -160,3 +173,24 @@ def test_the_table_of_architectures_is_what_the_docs_say():
 def test_configurations_survive_a_round_trip(variant: str):
     config: Any = make_family_config(variant)
     assert type(config).from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@pytest.mark.parametrize(
+    ("variant", "mode"), [("delta_net", "serial"), ("gla_conv", "hybrid"), ("retnet", "serial")]
+)
+def test_kernels_verify_and_commit_them_in_plain_rounds(variant: str, mode: str):
+    config = make_family_config(variant, num_hidden_layers=1)
+    target, on_device = build_target(config), build_target(config).to(DEVICE)
+    params, prompts = SamplingParams(max_tokens=4), [prompt(9), prompt(4, 1)]
+    with switched_on() as launched:
+        plain = run(on_device, None, prompts, params, drafts=0, mode=mode)
+        scripted = ScriptedDrafter(seed=1, right=0.8, idle=0)
+        got = run(on_device, scripted, prompts, params, drafts=5, mode=mode, references=plain.tokens)
+    assert {"verify", "commit"} <= set(launched)
+    assert got.outputs == plain.outputs
+    assert sum(s.metrics.num_accepted_draft_tokens for s in got.sequences) > 0
+    assert all(same_bits(a, b) for a, b in zip(got.logits, plain.logits, strict=True))
+    torch_alone = run(target, None, prompts, params, drafts=0)
+    assert torch_alone.outputs == plain.outputs
+    for ours, theirs in zip(plain.logits, torch_alone.logits, strict=True):
+        assert all((ours[at].cpu() - theirs[at]).abs().max() < 1e-3 for at in theirs)
