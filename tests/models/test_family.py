@@ -176,7 +176,11 @@ def test_configurations_survive_a_round_trip(variant: str):
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode"), [("delta_net", "serial"), ("gla_conv", "hybrid"), ("retnet", "serial")]
+    ("variant", "mode"),
+    [
+        *(("delta_net", "serial"), ("gla_conv", "hybrid"), ("retnet", "serial")),
+        *(("kda_grouped", "hybrid"), ("mamba2", "serial")),
+    ],
 )
 def test_kernels_verify_and_commit_them_in_plain_rounds(variant: str, mode: str):
     config = make_family_config(variant, num_hidden_layers=1)

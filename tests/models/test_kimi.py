@@ -12,12 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specla import SamplingParams
+from specla.drafters import NgramDrafter
 from specla.models.experts import SigmoidRouter
 from specla.models.kimi_config import KimiConfig
 from specla.models.loader import load_target
 from specla.show import describe
 from specla.tree import Tree
+from tests.data.transformers.make import VARIANTS, write
 from tests.models.test_loader import edit_config, refuses
+from tests.targets import run
 
 DATA = Path(__file__).parent.parent / "data" / "transformers"
 TEXT = torch.arange(40)[None]
@@ -38,6 +42,26 @@ def logits(directory: Path) -> Tensor:
     target = load_target(directory, dtype="float32")
     with torch.no_grad():
         return target.logits(target(TEXT))
+
+
+@pytest.mark.parametrize(
+    "variant", [name for name, (family, _) in VARIANTS.items() if family == "KimiLinear"]
+)
+def test_a_fresh_checkpoint_gives_the_logits_and_tokens_of_its_own_library(variant: str, tmp_path: Path):
+    check_fresh(variant, tmp_path)
+
+
+def check_fresh(variant: str, directory: Path) -> None:
+    """One with other weights than the fixture's, which were rounded: written here, by transformers."""
+    pytest.importorskip("transformers", minversion="5.24")
+    answer = write(directory, variant)
+    target = load_target(directory, dtype="float32")
+    with torch.no_grad():
+        got = target.logits(target(answer["input_ids"]))
+    torch.testing.assert_close(got, answer["logits"], rtol=0, atol=1e-4)
+    prompts = [row[:16].tolist() for row in answer["greedy"]]
+    made = run(target, NgramDrafter(9, 5, 3), prompts, SamplingParams(max_tokens=48, ignore_eos=True))
+    assert made.tokens == answer["greedy"].tolist()
 
 
 def test_spellings_of_hubs_and_of_transformers_mean_the_same(tmp_path: Path):

@@ -19,6 +19,7 @@ from specla.show import describe
 from tests.checkpoints import write_random
 from tests.models.naive_mamba2 import logits as naive_logits
 from tests.models.test_family import TEXT, check_logits
+from tests.models.test_kimi import check_fresh
 from tests.models.test_loader import edit_config, refuses
 
 DATA = Path(__file__).parent.parent / "data" / "transformers"
@@ -47,6 +48,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
     raw = SHAPE | VARIANTS[name]
     check_logits(naive_logits(raw, write_random(tmp_path, raw), TEXT), tmp_path)
+
+
+@pytest.mark.parametrize("variant", ["mamba2", "mamba2_limits"])
+def test_a_fresh_checkpoint_gives_the_logits_and_tokens_of_its_own_library(variant: str, tmp_path: Path):
+    check_fresh(variant, tmp_path)
 
 
 def as_transformers(raw: dict[str, Any]) -> dict[str, Any]:
