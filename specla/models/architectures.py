@@ -54,8 +54,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         KimiConfig.from_dict, Kimi, kda_layout.kimi, (KimiConfig.architecture,)
     ),
     Mamba2Config.model_type: Architecture(
-        Mamba2Config.from_dict, Mamba2, lambda config, stored: mamba2_layout.sources(config),
-        (Mamba2Config.architecture,),
+        Mamba2Config.from_dict, Mamba2, mamba2_layout.sources, (Mamba2Config.architecture,)
     ),
 }  # fmt: skip
 

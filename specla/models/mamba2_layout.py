@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from torch import Tensor
 
 from specla.models.mamba2_config import Mamba2Config
 from specla.models.source import HEAD, Source
 
+EMBEDDINGS = "backbone.embeddings.weight"
+OLD_EMBEDDINGS = "backbone.embedding.weight"  # as mamba_ssm has it, which both libraries read too
 
-def sources(config: Mamba2Config) -> dict[str, Source]:
-    """For each of our parameters what to read."""
+
+def sources(config: Mamba2Config, stored: Collection[str]) -> dict[str, Source]:
+    """For each of our parameters what to read, where `stored` are the names of all tensors in the checkpoint."""
     table = (config.vocab_size, config.hidden_size)
+    embeddings = OLD_EMBEDDINGS if OLD_EMBEDDINGS in stored else EMBEDDINGS
     found = {
-        "embeddings.weight": Source({"backbone.embeddings.weight": table}),
+        "embeddings.weight": Source({embeddings: table}),
         "norm.weight": Source({"backbone.norm_f.weight": (config.hidden_size,)}),
     }
     if not config.tie_word_embeddings:

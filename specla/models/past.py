@@ -256,7 +256,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window:
     visible = k_at <= q_at[:, None]
     if window is not None:
         visible &= k_at > q_at[:, None] - window
-    groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return o.transpose(1, 2)

@@ -142,6 +142,18 @@ def test_missing_and_unexpected_weights_are_named(tmp_path: Path):
     refuses(tmp_path, "1 missing (backbone.layers.1.mixer.D)", "1 unexpected (backbone.layers.1.mixer.Dx)")
 
 
+def test_embeddings_go_by_an_older_name_too(tmp_path: Path):
+    weights = write_random(tmp_path, SHAPE)
+    before = logits(tmp_path)
+    weights["backbone.embedding.weight"] = weights.pop("backbone.embeddings.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(logits(tmp_path), before)
+    save_file(
+        {name: x for name, x in weights.items() if "embedding" not in name}, tmp_path / "model.safetensors"
+    )
+    refuses(tmp_path, "1 missing (backbone.embeddings.weight)")
+
+
 def test_a_head_that_is_tied_and_stored_must_be_the_embeddings(tmp_path: Path):
     weights = write_random(tmp_path, SHAPE | {"tie_word_embeddings": True})
     table = weights["backbone.embeddings.weight"]
