@@ -67,6 +67,7 @@ LATER = {
     ("variant", "drafter"),
     [("plain", "none"), ("plain", "delta"), ("plain", "window"), ("conv_2", "delta"), ("no_conv", "none"),
      ("hybrid_global", "delta"), ("hybrid_window", "none"), ("hybrid_two_kinds", "window"),
+     ("gla_conv", "delta"), ("retnet_hybrid", "window"),
      ("mamba2", "delta"), ("kda", "window"), ("kimi", "delta")],
 )  # fmt: skip
 @pytest.mark.parametrize("later", LATER)
