@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from specla.engine.params import SamplingParams
-from specla.models.architectures import ARCHITECTURES
+from specla.models.architectures import ARCHITECTURES, architecture_of
 from specla.models.loader import load_target, read_config
 from specla.show import describe
 from specla.tree import Tree
@@ -24,6 +24,7 @@ from tests.ops.triton import DEVICE
 from tests.ops.triton.test_dispatch import switched_on
 from tests.targets import (
     FAMILY,
+    FURTHER,
     ScriptedDrafter,
     build_target,
     family_raw,
@@ -119,6 +120,37 @@ def test_a_configuration_that_is_not_supported(
     write_random(tmp_path, family_raw(variant))
     (tmp_path / "config.json").write_text(json.dumps(family_raw(variant, **changes)))
     refuses(tmp_path, words)
+
+
+@pytest.mark.parametrize("variant", [*FAMILY, *FURTHER])
+def test_any_value_in_any_field_is_read_or_refused_in_one_line(variant: str):
+    raw, refused = family_raw(variant), 0
+    further = ("attn", "expand", "lower_bound", "safe_gate", "num_v_heads", "time_step_limit", "eos_token_id",
+               "linear_attn_config", "first_k_dense_replace", "mlp_layer_types", "use_grouped_topk")  # fmt: skip
+    for name in (*raw, *further):
+        for value in (
+            None,
+            "x",
+            -1,
+            0,
+            0.5,
+            True,
+            [],
+            {},
+            [[]],
+            [{}],
+            float("nan"),
+            float("inf"),
+            10**30,
+            ["x"],
+        ):
+            changed = raw | {name: value}
+            try:
+                architecture_of(changed).config(changed)
+            except ValueError as error:
+                refused += 1
+                assert str(error) and "\n" not in str(error)
+    assert refused > 80
 
 
 @pytest.mark.parametrize(
