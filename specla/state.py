@@ -58,6 +58,7 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     window: int | None
+    shared: bool = False  # values are the keys themselves, which are kept once
 
 
 class RecurrentState:
@@ -134,8 +135,9 @@ class AttentionState:
     ):
         row = (spec.num_kv_heads, spec.head_dim)
         self.window = spec.window
-        self.cache = torch.zeros(2, num_slots, spec.window or 256, *row, dtype=dtype, device=device)
-        self.nodes = torch.zeros(2, num_slots, max_nodes, *row, dtype=dtype, device=device)
+        kinds = 1 if spec.shared else 2  # keys and values
+        self.cache = torch.zeros(kinds, num_slots, spec.window or 256, *row, dtype=dtype, device=device)
+        self.nodes = torch.zeros(kinds, num_slots, max_nodes, *row, dtype=dtype, device=device)
 
     def clear(self, slot: int) -> None:
         self.cache[:, slot] = 0
@@ -144,14 +146,15 @@ class AttentionState:
         """Make room for `length` positions."""
         capacity = self.cache.shape[2]
         if self.window is None and length > capacity:
-            shape = (2, self.cache.shape[1], max(length, 2 * capacity), *self.cache.shape[3:])
+            kinds, slots, _, *row = self.cache.shape
+            shape = (kinds, slots, max(length, 2 * capacity), *row)
             with torch.inference_mode(False):  # a slot's later owners may write outside of that mode
                 grown = self.cache.new_zeros(shape)
             grown[:, :, :capacity] = self.cache
             self.cache = grown
 
     def append(self, slot: int, length: int, rows: Tensor) -> None:
-        """Write key and value rows `[2, T, HKV, D]` at positions `length ..`."""
+        """Write key and value rows `[2, T, HKV, D]` at positions `length ..`; of shared ones, `[1, T, HKV, D]`."""
         self.reserve(length + rows.shape[1])
         capacity = self.cache.shape[2]
         skip = max(0, rows.shape[1] - capacity)

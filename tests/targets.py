@@ -86,6 +86,36 @@ FAMILY: dict[str, dict[str, Any]] = {
     },
     "retnet_hybrid": {"model_type": "retnet", "attn": {**_ATTENTION, "layers": [1]}, "tie_word_embeddings": True},
 }  # fmt: skip
+# Those of which flash-linear-attention is not the only library, each with what changes its computation.
+FURTHER: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2,
+        "layer_norm_epsilon": 1e-5,
+    },
+    "mamba2_odd": {
+        "model_type": "mamba2", "num_heads": 4, "head_dim": 16, "state_size": 5, "n_groups": 1, "norm_eps": 1e-5,
+        "use_bias": True, "use_conv_bias": False, "conv_kernel": 2, "norm_before_gate": True, "D_has_hdim": True,
+        "dt_limit": [0.01, 0.7], "tie_word_embeddings": True,
+    },
+    "mamba2_bare": {
+        "model_type": "mamba2", "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 4, "norm_eps": 1e-5,
+        "rmsnorm": False, "conv_kernel": 1,
+    },
+    "kda": {"model_type": "kda", "head_dim": 8},
+    "kda_grouped": {
+        "model_type": "kda", "num_v_heads": 4, "head_dim": 8, "expand_v": 1.5, "safe_gate": True, "lower_bound": -5,
+        "allow_neg_eigval": True, "conv_size": 3,
+    },
+    "kda_hybrid": {
+        "model_type": "kda", "head_dim": 8, "use_short_conv": False, "attn": {**_ATTENTION, "layers": [1]},
+    },
+    "kimi": {
+        "model_type": "kimi_linear", "num_attention_heads": 4, "kv_lora_rank": 12, "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4, "v_head_dim": 6, "linear_num_heads": 2, "linear_head_dim": 8, "num_experts": 6,
+        "layer_types": ["linear_attention", "full_attention"], "num_experts_per_token": 2, "num_expert_group": 2,
+        "moe_intermediate_size": 24, "routed_scaling_factor": 2.4,
+    },
+}  # fmt: skip
 RECURRENT = [name for name in VARIANTS if not name.startswith("hybrid")]
 
 
@@ -115,7 +145,7 @@ def family_raw(variant: str, **changes: Any) -> dict[str, Any]:
         "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 40,
         "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
-    return {**raw, **FAMILY[variant], **changes}
+    return {**raw, **(FAMILY | FURTHER)[variant], **changes}
 
 
 def make_family_config(variant: str, **changes: Any) -> ModelConfig:
@@ -126,7 +156,13 @@ def make_family_config(variant: str, **changes: Any) -> ModelConfig:
 @cache
 def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target, shared between tests: never write to it. Decay is slowed so that states remember."""
-    make = make_qwen_config if variant in QWEN else make_family_config if variant in FAMILY else make_config
+    make = (
+        make_qwen_config
+        if variant in QWEN
+        else make_family_config
+        if variant in FAMILY | FURTHER
+        else make_config
+    )
     return build_target(make(variant), dtype, seed)
 
 

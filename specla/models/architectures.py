@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from specla.models import fla_layout, qwen_layout
+from specla.models import fla_layout, kda_layout, mamba2_layout, qwen_layout
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
 from specla.models.delta_net import DeltaNet, DeltaNetConfig, delta_net
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.gla import GLA, GLAConfig, gla
+from specla.models.kda import KDA
+from specla.models.kda_config import KDAConfig
+from specla.models.kimi import Kimi
+from specla.models.kimi_config import KimiConfig
 from specla.models.language_model import LanguageModel
+from specla.models.mamba2 import Mamba2
+from specla.models.mamba2_config import Mamba2Config
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
 from specla.models.retnet import RetNet, RetNetConfig, retnet
@@ -41,6 +47,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         kind: Architecture(QwenConfig.from_dict, Qwen, qwen_layout.sources, CLASSES[kind], qwen_layout.UNUSED)
         for kind in QWEN_TYPES
     },
+    KDAConfig.model_type: Architecture(
+        KDAConfig.from_dict, KDA, lambda config, stored: kda_layout.kda(config), (KDAConfig.architecture,)
+    ),
+    KimiConfig.model_type: Architecture(
+        KimiConfig.from_dict, Kimi, kda_layout.kimi, (KimiConfig.architecture,)
+    ),
+    Mamba2Config.model_type: Architecture(
+        Mamba2Config.from_dict, Mamba2, mamba2_layout.sources, (Mamba2Config.architecture,)
+    ),
 }  # fmt: skip
 
 

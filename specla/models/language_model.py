@@ -27,7 +27,7 @@ class LanguageModel(nn.Module):
     them.
     """
 
-    def __init__(self, config: ModelConfig, blocks: Iterable[Block]):
+    def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]):
         super().__init__()
         self.config = config
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from specla.models.config import ModelConfig
 from specla.models.experts import Experts
 from specla.models.fla_layout import gated_deltanet
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.kimi import LatentAttention
 from specla.models.language_model import LanguageModel
 from specla.models.layers import Linear
 from specla.models.source import HEAD, Source
@@ -86,8 +88,10 @@ def join_weights(
     """Our parameters out of the stored ones, which are used up; matrices in `work`."""
     exact = torch.float64 if work == torch.float64 else torch.float32
     state = {}
+    uses = Counter(part for source in sources.values() for part in source.shapes)
     for name, source in sources.items():
-        joined = source.join([weights.pop(part) for part in source.shapes])
+        uses.subtract(list(source.shapes))
+        joined = source.join([weights[part] if uses[part] else weights.pop(part) for part in source.shapes])
         is_matrix = joined.dim() > 1 and not name.endswith("conv_weight")
         # joined is a copy: weights must not change when their file does
         state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
@@ -102,6 +106,9 @@ def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
         elif isinstance(module, Experts):  # all of one shape
             measure(module.gate_up_proj[0])
             measure(module.down_proj[0])
+        elif isinstance(module, LatentAttention):
+            measure(module.query_up[0])
+            measure(module.value_up[0])
     for weight in further:
         measure(weight)
 

@@ -163,10 +163,12 @@ class Prefill:
         first = 0 if window is None else max(0, self.start - window + 1)
         before = torch.arange(first, self.start, device=q.device)
         old = cache.cache[:, self.slot, before % cache.cache.shape[2]].to(q.dtype)
-        rows = torch.stack([k[0], v[0]])
+        rows = torch.stack([k[0], v[0]][: len(old)])
         cache.append(self.slot, self.start, rows)
-        keys, values = torch.cat([old, rows], 1)[:, None]
-        return _attend(q, keys, values, self.positions[0], torch.cat([before, self.positions[0]]), window)
+        seen = torch.cat([old, rows], 1)[:, None]
+        return _attend(
+            q, seen[0], seen[-1], self.positions[0], torch.cat([before, self.positions[0]]), window
+        )
 
     def close(self) -> None:
         self.pool.length[self.slot] += self.positions.shape[1]
@@ -243,9 +245,9 @@ class Verification:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         state = self.pool.layers[layer]
         assert isinstance(state, AttentionState)
-        state.nodes[:, self.rows, : self.tree.size] = torch.stack([k, v])
+        state.nodes[:, self.rows, : self.tree.size] = torch.stack([k, v][: len(state.nodes)])
         return tree_attention(
-            q, k, v, self.tree, keys=state.cache[0], values=state.cache[1], slots=self.slots, lengths=self.lengths,
+            q, k, v, self.tree, keys=state.cache[0], values=state.cache[-1], slots=self.slots, lengths=self.lengths,
             window=window,
         )  # fmt: skip
 
@@ -254,7 +256,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window:
     visible = k_at <= q_at[:, None]
     if window is not None:
         visible &= k_at > q_at[:, None] - window
-    groups = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible).transpose(1, 2)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+    return o.transpose(1, 2)

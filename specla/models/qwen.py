@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from specla.models.experts import Experts
+from specla.models.experts import Experts, SoftmaxRouter
 from specla.models.language_model import LanguageModel
 from specla.models.layers import AttentionMixer, Block, DeltaMixer, SwiGLU
 from specla.models.qwen_config import LINEAR, QwenConfig
@@ -37,9 +37,10 @@ def block(config: QwenConfig, layer: int, kind: str) -> Block:
 
 def _mlp(config: QwenConfig, layer: int) -> nn.Module:
     if config.is_sparse(layer):
-        return Experts(
-            config.hidden_size, config.num_experts, config.num_experts_per_tok, config.moe_intermediate_size,
-            config.shared_expert_intermediate_size, config.norm_topk_prob,
-        )  # fmt: skip
+        router = SoftmaxRouter(
+            config.hidden_size, config.num_experts, config.num_experts_per_tok, config.norm_topk_prob
+        )
+        widths = config.moe_intermediate_size, config.shared_expert_intermediate_size
+        return Experts(router, config.hidden_size, *widths, gated=True)
     assert config.intermediate_size is not None
     return SwiGLU(config.hidden_size, config.intermediate_size)

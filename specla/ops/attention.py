@@ -35,17 +35,17 @@ def tree_attention(
         `[B, N, H, D]` in q's dtype, zero at padding nodes.
     """
     out = torch.zeros_like(q)
-    groups = q.shape[2] // k.shape[2]
     for b, (slot, length) in enumerate(zip(slots, lengths, strict=True)):
         for i in range(int(tree.num_nodes[b])):
             path = tree.lineage[b, i].nonzero()[:, 0]
             first = 0 if window is None else max(0, length + len(path) - window)
             path = path[max(0, first - length) :]
             rows = torch.arange(min(first, length), length, device=q.device) % keys.shape[1]
-            seen_k = torch.cat([keys[slot, rows], k[b, path].to(keys.dtype)]).repeat_interleave(groups, 1)
-            seen_v = torch.cat([values[slot, rows], v[b, path].to(values.dtype)]).repeat_interleave(groups, 1)
-            scores = torch.einsum("hd,lhd->hl", q[b, i].to(keys.dtype) * q.shape[3] ** -0.5, seen_k)
-            out[b, i] = torch.einsum("hl,lhd->hd", scores.softmax(-1), seen_v).to(q.dtype)
+            seen_k = torch.cat([keys[slot, rows], k[b, path].to(keys.dtype)])
+            seen_v = torch.cat([values[slot, rows], v[b, path].to(values.dtype)])
+            asked = (q[b, i].to(keys.dtype) * q.shape[3] ** -0.5).unflatten(0, (k.shape[2], -1))
+            weights = torch.einsum("kgd,lkd->kgl", asked, seen_k).softmax(-1)  # g: heads that share keys
+            out[b, i] = torch.einsum("kgl,lkd->kgd", weights, seen_v).flatten(0, 1).to(q.dtype)
     return out
 
 

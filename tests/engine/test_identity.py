@@ -13,6 +13,7 @@ from specla.engine.params import SamplingParams
 from tests.drafters.eagles import make_eagle
 from tests.targets import (
     FAMILY,
+    FURTHER,
     QWEN,
     RECURRENT,
     VARIANTS,
@@ -78,7 +79,7 @@ def test_tokens_equal_those_of_plain_decoding(
 
 
 def test_texts_of_the_targets_are_not_trivial() -> None:
-    for variant in [*VARIANTS, *QWEN, *FAMILY]:
+    for variant in [*VARIANTS, *QWEN, *FAMILY, *FURTHER]:
         greedy, warm = (plain(variant, torch.float32, 5, params).outputs for params in (GREEDY, WARM))
         assert len({token for output in greedy for token in output}) > 15, variant
         assert all(len(set(output)) > 8 for output in warm), variant
@@ -87,7 +88,7 @@ def test_texts_of_the_targets_are_not_trivial() -> None:
 
 @pytest.mark.parametrize("mode", ["serial", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY])
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY, *FURTHER])
 def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torch.dtype, mode: str) -> None:
     params = GREEDY if mode == "serial" else WARM
     want = plain(variant, dtype, 5, params)
@@ -103,7 +104,9 @@ def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torc
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
 @pytest.mark.parametrize("name", ["ngram", "synthetic 0.7", "eagle delta"])
-@pytest.mark.parametrize("variant", ["qwen_dense", "qwen_next", "delta_net", "gla", "retnet"])
+@pytest.mark.parametrize(
+    "variant", ["qwen_dense", "qwen_next", "delta_net", "gla", "retnet", "mamba2", "kda", "kimi"]
+)
 def test_tokens_of_other_targets_equal_those_of_plain_decoding(
     variant: str, name: str, mode: str, params: SamplingParams, batch: int
 ) -> None:

@@ -15,6 +15,7 @@ from specla.state import StatePool
 from specla.tree import Tree
 from tests.targets import (
     FAMILY,
+    FURTHER,
     QWEN,
     VARIANTS,
     committed,
@@ -34,7 +35,7 @@ def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
     return pool
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY])
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY, *FURTHER])
 def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(75)
@@ -58,6 +59,7 @@ def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
         "qwen_next",
         "gla_conv",
         "retnet",
+        *FURTHER,
     ],
 )
 def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
@@ -70,7 +72,7 @@ def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
         assert distance(committed(prefilled(target, pieces), 0), whole) < 1e-10
 
 
-@pytest.mark.parametrize("variant", ["plain", "hybrid_two_kinds"])
+@pytest.mark.parametrize("variant", ["plain", "hybrid_two_kinds", "mamba2", "kda", "kimi"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 def test_prompts_of_1_to_600_tokens(variant: str, dtype: torch.dtype) -> None:
     """Across the chunks of the rule (64) and of the prefill (512), one slot for all."""
@@ -144,7 +146,7 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("variant", ["plain", "hybrid_global"])
+@pytest.mark.parametrize("variant", ["plain", "hybrid_global", *FURTHER])
 def test_the_text_form_gives_the_logits_of_decoding(variant: str) -> None:
     """What training computes is what inference computes."""
     target = make_target(variant, torch.float64)

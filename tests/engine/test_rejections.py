@@ -14,7 +14,7 @@ from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.state import StatePool
-from tests.targets import VOCAB, Run, ScriptedDrafter, make_target, prompt, run, same_bits
+from tests.targets import FURTHER, VOCAB, Run, ScriptedDrafter, make_target, prompt, run, same_bits
 
 PROMPTS = [prompt(n, n) for n in (5, 1, 17, 3, 8, 2, 70)]
 LIMITS = [13, 30, 2, 21, 1, 26, 9]
@@ -98,7 +98,9 @@ def test_the_script_mixes_rows_with_and_without_drafts() -> None:
     assert lengths >= {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize("variant", ["plain", "conv_2", "conv_3", "no_conv", "hybrid_narrow", "qwen_dense"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "conv_2", "conv_3", "no_conv", "hybrid_narrow", "qwen_dense", *FURTHER]
+)
 def test_every_row_accepts_a_length_of_its_own(variant: str) -> None:
     """Lengths 0..5 cross the convolution window and the attention window in every order."""
     prompts, limit = [prompt(6, n) for n in range(6)], SamplingParams(max_tokens=40)
@@ -114,7 +116,9 @@ def test_every_row_accepts_a_length_of_its_own(variant: str) -> None:
 
 
 @pytest.mark.parametrize("accepted", range(7))
-@pytest.mark.parametrize("variant", ["conv_2", "conv_3", "plain", "no_conv", "hybrid_window", "qwen_next"])
+@pytest.mark.parametrize(
+    "variant", ["conv_2", "conv_3", "plain", "no_conv", "hybrid_window", "qwen_next", *FURTHER]
+)
 def test_the_state_is_right_after_every_accepted_length(variant: str, accepted: int) -> None:
     target, limit = make_target(variant), SamplingParams(max_tokens=24)
     want = run(target, None, [prompt(3)], limit, drafts=0)
@@ -180,7 +184,9 @@ def memory_order(path: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("broken", [keep_all, one_too_few, one_too_many, one_for_all, memory_order])
-@pytest.mark.parametrize("variant", ["plain", "no_conv", "hybrid_narrow", "qwen_dense"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "no_conv", "hybrid_narrow", "qwen_dense", "mamba2", "kda", "kimi"]
+)
 def test_a_broken_rollback_is_noticed(
     broken: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from specla.tree import Tree
 from tests.targets import ScriptedDrafter, build_target, make_config, make_target, prompt, run
 
 PARAMS = SamplingParams(max_tokens=25)
-VARIANTS = ["plain", "no_conv", "hybrid_two_kinds", "qwen_next"]
+VARIANTS = ["plain", "no_conv", "hybrid_two_kinds", "qwen_next", "mamba2", "kda", "kimi"]
 
 
 class Interrupting:

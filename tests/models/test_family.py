@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from specla.engine.params import SamplingParams
-from specla.models.architectures import ARCHITECTURES
+from specla.models.architectures import ARCHITECTURES, architecture_of
 from specla.models.loader import load_target, read_config
 from specla.show import describe
 from specla.tree import Tree
@@ -23,6 +24,7 @@ from tests.ops.triton import DEVICE
 from tests.ops.triton.test_dispatch import switched_on
 from tests.targets import (
     FAMILY,
+    FURTHER,
     ScriptedDrafter,
     build_target,
     family_raw,
@@ -42,11 +44,15 @@ def naive(raw: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("variant", FAMILY)
 def test_a_checkpoint_equals_an_independent_forward_pass(variant: str, tmp_path: Path):
-    """The whole text at once, and read in pieces: a prefill and two verified chains."""
     raw = family_raw(variant)
     filled = {"tie_word_embeddings": False, "norm_eps": 1e-6} | raw
     answer = naive_logits(filled, write_random(tmp_path, raw), TEXT, naive(raw))
-    model = load_target(tmp_path, dtype="float64")
+    check_logits(answer, tmp_path)
+
+
+def check_logits(answer: Tensor, directory: Path) -> None:
+    """That a checkpoint gives these of TEXT: all at once, and read in pieces, a prefill and two verified chains."""
+    model = load_target(directory, dtype="float64")
     whole = model.logits(model(torch.tensor([TEXT])))[0]
     torch.testing.assert_close(whole, answer, rtol=0, atol=1e-9)
     pool = model.new_pool(1, 6)
@@ -116,6 +122,37 @@ def test_a_configuration_that_is_not_supported(
     refuses(tmp_path, words)
 
 
+@pytest.mark.parametrize("variant", [*FAMILY, *FURTHER])
+def test_any_value_in_any_field_is_read_or_refused_in_one_line(variant: str):
+    raw, refused = family_raw(variant), 0
+    further = ("attn", "expand", "lower_bound", "safe_gate", "num_v_heads", "time_step_limit", "eos_token_id",
+               "linear_attn_config", "first_k_dense_replace", "mlp_layer_types", "use_grouped_topk")  # fmt: skip
+    for name in (*raw, *further):
+        for value in (
+            None,
+            "x",
+            -1,
+            0,
+            0.5,
+            True,
+            [],
+            {},
+            [[]],
+            [{}],
+            float("nan"),
+            float("inf"),
+            10**30,
+            ["x"],
+        ):
+            changed = raw | {name: value}
+            try:
+                architecture_of(changed).config(changed)
+            except ValueError as error:
+                refused += 1
+                assert str(error) and "\n" not in str(error)
+    assert refused > 80
+
+
 @pytest.mark.parametrize(
     ("variant", "changes", "words"),
     [
@@ -172,7 +209,11 @@ def test_configurations_survive_a_round_trip(variant: str):
 
 
 @pytest.mark.parametrize(
-    ("variant", "mode"), [("delta_net", "serial"), ("gla_conv", "hybrid"), ("retnet", "serial")]
+    ("variant", "mode"),
+    [
+        *(("delta_net", "serial"), ("gla_conv", "hybrid"), ("retnet", "serial")),
+        *(("kda_grouped", "hybrid"), ("mamba2", "serial")),
+    ],
 )
 def test_kernels_verify_and_commit_them_in_plain_rounds(variant: str, mode: str):
     config = make_family_config(variant, num_hidden_layers=1)

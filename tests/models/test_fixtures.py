@@ -22,6 +22,7 @@ from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target
 from specla.tree import Tree
 from tests.data.qwen.make import COMMITTED
+from tests.data.transformers.make import VARIANTS as OTHER_VARIANTS
 
 DATA = Path(__file__).parent.parent / "data"
 FLA = [f"fla/{name}" for name in ("conv3", "expand2", "gva", "nogate", "nullinter", "plain", "tied")]
@@ -29,10 +30,13 @@ QWEN = [f"qwen/{name}" for name in sorted(COMMITTED)]
 FAMILY = [
     *("family/delta_net", "family/delta_net_bare", "family/delta_net_gated"),
     *("family/gla", "family/gla_conv", "family/gla_ungated"),
+    *("family/kda", "family/kda_bare", "family/kda_grouped"),
+    *("family/mamba2", "family/mamba2_groups", "family/mamba2_no_norm"),
     *("family/retnet", "family/retnet_conv"),
 ]
-VARIANTS = FLA + FAMILY + QWEN
-CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN, 1e-4)
+OTHERS = [f"transformers/{name}" for name in sorted(OTHER_VARIANTS)]
+VARIANTS = FLA + FAMILY + QWEN + OTHERS
+CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN + OTHERS, 1e-4)
 PROMPT = 16
 
 
@@ -52,7 +56,7 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def test_every_variant_is_there():
-    kinds = ("fla", "family", "qwen")
+    kinds = ("fla", "family", "qwen", "transformers")
     found = [f"{kind}/{path.name}" for kind in kinds for path in sorted((DATA / kind).iterdir())]
     assert [name for name in found if (DATA / name / "config.json").exists()] == VARIANTS
 
@@ -63,7 +67,7 @@ def test_logits_of_a_whole_text(variant: str):
     with torch.inference_mode():
         logits = model.logits(model(answer["input_ids"]))
     assert difference(logits, answer["logits"]) < CLOSE[variant]
-    if variant not in QWEN:
+    if "logits_recurrent" in answer:
         assert difference(logits, answer["logits_recurrent"]) < CLOSE[variant]
 
 

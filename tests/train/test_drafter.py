@@ -43,7 +43,7 @@ TRAINING = DrafterTraining(
 SHAPE = {"mixer": "attention", "layer_ids": (0, 1, 2), "draft_vocab_size": 200, "num_heads": 2, "head_dim": 8,
          "intermediate_size": 24, "sliding_window": 16}  # fmt: skip
 
-FAMILY_HEADS = ["delta_net", "gla_conv", "retnet"]  # one of each model
+FAMILY_HEADS = ["delta_net", "gla_conv", "retnet", "mamba2", "kda", "kimi"]  # one of each model
 
 
 @pytest.fixture(scope="module")

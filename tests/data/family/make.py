@@ -50,11 +50,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "kda_bare": ("KDAConfig", HEADS | {"head_dim": 16, "expand_v": 2.0, "use_short_conv": False}),
     "mamba2": ("Mamba2Config", SHAPE | {"head_dim": 16, "state_size": 16}),
-    "mamba2_groups": (
-        "Mamba2Config",
-        SHAPE | {"head_dim": 16, "state_size": 16, "n_groups": 2, "norm_before_gate": True, "use_bias": True,
-                 "tie_word_embeddings": True},
-    ),
     "rwkv7": ("RWKV7Config", SHAPE | RANKS | {"head_dim": 16}),
     "rwkv7_plain_norms": (
         "RWKV7Config",

@@ -1,0 +1,141 @@
+"""Which tensors of a KDA or Kimi-Linear checkpoint our parameters are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from specla.models import fla_layout
+from specla.models.kda_config import KDAConfig
+from specla.models.kimi_config import SPARSE, KimiConfig
+from specla.models.qwen_config import LINEAR
+from specla.models.source import HEAD, Shapes, Source
+
+MOE = "block_sparse_moe"
+
+
+def kda(config: KDAConfig) -> dict[str, Source]:
+    """For each of our parameters what to read from flash-linear-attention's layout."""
+    low_rank = {"f": ("f_proj.0", "f_proj.1"), "g": ("g_proj.0", "g_proj.1")}
+    mixer = _mixer(config, low_rank, (config.value_heads,))
+    return fla_layout.sources(config, lambda layer: mixer)
+
+
+def kimi(config: KimiConfig, stored: Collection[str]) -> dict[str, Source]:
+    """The same for Kimi-Linear, where `stored` are the names of all tensors in the checkpoint."""
+    table = (config.vocab_size, config.hidden_size)
+    found = {
+        "embeddings.weight": Source({"model.embed_tokens.weight": table}),
+        "norm.weight": Source({"model.norm.weight": (config.hidden_size,)}),
+    }
+    if not config.tie_word_embeddings:
+        found["lm_head.weight"] = Source({HEAD: table})
+    for i in range(config.num_hidden_layers):
+        theirs = f"model.layers.{i}."
+        # hubs have the MLP of a dense layer under its own name, transformers writes all under one
+        dense = "mlp" if f"{theirs}mlp.down_proj.weight" in stored else MOE
+        for name, (shapes, join) in _layer(config, i, dense).items():
+            found[f"layers.{i}.{name}"] = Source({theirs + part: s for part, s in shapes.items()}, join)
+    return found
+
+
+def _mixer(
+    config: KDAConfig, low_rank: dict[str, tuple[str, str]], rates: tuple[int, ...]
+) -> dict[str, Shapes]:
+    """Parameters of a recurrent layer; `low_rank` names both halves of the decay's and the gate's projections."""
+    hidden, narrow, heads = config.hidden_size, config.head_v_dim, config.value_heads
+    key, value = config.key_dim, config.value_dim
+    streams = {"q": key, "k": key, "v": value}
+    (f_in, f_out), (g_in, g_out) = low_rank["f"], low_rank["g"]
+    decays = heads * config.head_dim
+    joined = {**fla_layout.projections(hidden, streams), f"{f_in}.weight": (narrow, hidden)}
+    joined |= {"b_proj.weight": (heads, hidden), f"{g_in}.weight": (narrow, hidden)}
+    mixer: dict[str, Shapes] = {
+        "in_proj.weight": joined,
+        "decay_proj.weight": {f"{f_out}.weight": (decays, narrow)},
+        "gate_proj.weight": {f"{g_out}.weight": (value, narrow)},
+        "A_log": {"A_log": rates},
+        "dt_bias": {"dt_bias": (decays,)},
+        "norm.weight": {"o_norm.weight": (config.head_v_dim,)},
+        "o_proj.weight": {"o_proj.weight": (hidden, value)},
+    }
+    if config.gate_bias:
+        mixer["gate_bias"] = {f"{g_out}.bias": (value,)}
+    if config.use_short_conv:
+        mixer |= fla_layout.short_conv(streams, config.conv_size, bias=False)
+    return mixer
+
+
+def _layer(config: KimiConfig, layer: int, dense: str) -> dict[str, Source]:
+    hidden = config.hidden_size
+    parts = {
+        "attn_norm.weight": Source({"input_layernorm.weight": (hidden,)}),
+        "mlp_norm.weight": Source({"post_attention_layernorm.weight": (hidden,)}),
+    }
+    if config.layer_types[layer] == LINEAR:
+        delta = config.delta()
+        low_rank = {"f": ("f_a_proj", "f_b_proj"), "g": ("g_a_proj", "g_b_proj")}
+        for name, shapes in _mixer(delta, low_rank, (1, 1, delta.num_heads, 1)).items():
+            named = {f"self_attn.{part}": shape for part, shape in shapes.items()}
+            parts[f"attn.{name}"] = Source(named, _flat) if name == "A_log" else fla_layout.rows(named)
+    else:
+        parts |= {f"attn.{name}": source for name, source in _attention(config).items()}
+    if config.mlp_layer_types[layer] == SPARSE:
+        return parts | {f"mlp.{name}": source for name, source in _experts(config).items()}
+    return parts | {f"mlp.{name}": s for name, s in _mlp(dense, hidden, config.intermediate_size).items()}
+
+
+def _attention(config: KimiConfig) -> dict[str, Source]:
+    hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.kv_lora_rank
+    queries = (heads * config.head_dim, hidden)
+    up = {"self_attn.kv_b_proj.weight": (heads * (config.qk_nope_head_dim + config.v_head_dim), rank)}
+    split = partial(_heads, heads, [config.qk_nope_head_dim, config.v_head_dim])
+    return {
+        "in_proj.weight": Source({
+            "self_attn.q_proj.weight": queries,
+            "self_attn.kv_a_proj_with_mqa.weight": (rank + config.qk_rope_head_dim, hidden),
+        }),
+        "latent_norm.weight": Source({"self_attn.kv_a_layernorm.weight": (rank,)}),
+        "query_up": Source(up, lambda parts: split(parts)[0].transpose(1, 2).contiguous()),
+        "value_up": Source(up, lambda parts: split(parts)[1].contiguous()),
+        "o_proj.weight": Source({"self_attn.o_proj.weight": (hidden, heads * config.v_head_dim)}),
+    }  # fmt: skip
+
+
+def _mlp(theirs: str, hidden: int, width: int) -> dict[str, Source]:
+    return {
+        "gate_up_proj.weight": Source({f"{theirs}.{x}_proj.weight": (width, hidden) for x in ("gate", "up")}),
+        "down_proj.weight": Source({f"{theirs}.down_proj.weight": (hidden, width)}),
+    }
+
+
+def _experts(config: KimiConfig) -> dict[str, Source]:
+    hidden, count, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
+    each = [f"{MOE}.experts.{i}" for i in range(count)]
+    up = {f"{one}.{x}.weight": (width, hidden) for one in each for x in ("w1", "w3")}
+    down = {f"{one}.w2.weight": (hidden, width) for one in each}
+    shared = _mlp(f"{MOE}.shared_experts", hidden, config.shared_size)
+    return {
+        "router.weight": Source({f"{MOE}.gate.weight": (count, hidden)}),
+        "router.choice_bias": Source({f"{MOE}.gate.e_score_correction_bias": (count,)}),
+        "gate_up_proj": Source(up, partial(_stack, 2)),
+        "down_proj": Source(down, partial(_stack, 1)),
+        **{f"shared.{name}": source for name, source in shared.items()},
+    }
+
+
+def _heads(heads: int, sizes: list[int], parts: list[Tensor]) -> tuple[Tensor, ...]:
+    """Rows of each head, split in kinds: `[heads, size, rank]`."""
+    return parts[0].unflatten(0, (heads, -1)).split(sizes, 1)
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return parts[0].flatten().clone()
+
+
+def _stack(each: int, parts: list[Tensor]) -> Tensor:
+    """Every `each` of them are the rows of one expert."""
+    return torch.cat(parts).unflatten(0, (len(parts) // each, -1))
