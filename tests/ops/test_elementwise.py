@@ -7,14 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specla.ops.elementwise import l2norm, sigmoid, silu, softplus
 
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": sigmoid, "silu": silu, "softplus": softplus}
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sigmoid": sigmoid,
+    "silu": silu,
+    "softplus": softplus,
+    "tanh": torch.tanh,
+}
 REFERENCES = {
     "sigmoid": torch.sigmoid,
-    "silu": torch.nn.functional.silu,
-    "softplus": torch.nn.functional.softplus,
+    "silu": functional.silu,
+    "softplus": functional.softplus,
+    "tanh": torch.tanh,
 }
 THREADS = [1, 2]
 
@@ -38,7 +45,7 @@ def test_an_elements_bits_do_not_depend_on_the_length(name: str, threads: int) -
 
 def test_the_law_can_fail() -> None:
     x = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 8
-    softplus_of_torch = torch.nn.functional.softplus
+    softplus_of_torch = functional.softplus
     whole = softplus_of_torch(x)
     assert any(not torch.equal(softplus_of_torch(x[:n].clone()), whole[:n]) for n in range(1, 130))
 
@@ -52,13 +59,16 @@ def test_values_are_those_of_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 33, 64, 384, 2048])
-@pytest.mark.parametrize("norm", ["rms_norm", "l2norm"])
+@pytest.mark.parametrize("norm", ["rms_norm", "l2norm", "layer_norm", "layer_norm_bare"])
 def test_a_rows_norm_does_not_depend_on_the_other_rows(norm: str, size: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(200, size, generator=generator), torch.randn(size, generator=generator)
 
     def run(rows: Tensor) -> Tensor:
-        return l2norm(rows) if norm == "l2norm" else torch.nn.functional.rms_norm(rows, (size,), weight, 1e-6)
+        if norm.startswith("layer_norm"):
+            bare = norm.endswith("bare")
+            return functional.layer_norm(rows, (size,), *((None, None) if bare else (weight, weight.flip(0))))
+        return l2norm(rows) if norm == "l2norm" else functional.rms_norm(rows, (size,), weight, 1e-6)
 
     whole = run(x)
     for rows in [*range(1, 40), 64, 199]:
