@@ -24,7 +24,7 @@ from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target, resolve_dtype
 from specla.modes import AUTO, MODES
 from specla.ops.triton import use_kernels
-from specla.state import AttentionSpec
+from specla.state import AttentionSpec, RecurrentSpec
 from specla.tokenizer import load_tokenizer
 
 DRAFTED, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -141,7 +141,7 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
 
 
 def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | int]:
-    config, delta, pool = target.config, target.config.delta(), target.new_pool(1, 2)
+    config, pool = target.config, target.new_pool(1, 2)
     layers = f"{config.num_hidden_layers} of hidden size {config.hidden_size}"
     specs = target.state_specs()
     for spec in dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)):
@@ -156,15 +156,18 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
     except ValueError as error:
         told = str(error)
     drafter = "its mtp head" if has_mtp(directory) else "none of its own: ngram"
-    gate = delta.output_gate_activation if delta.use_gate else "none"
+    recurrent = [spec for spec in dict.fromkeys(specs) if isinstance(spec, RecurrentSpec)]
+    heads = [f"{s.num_heads} key x {s.head_dim}, {s.value_heads} value x {s.head_v_dim}" for s in recurrent]
+    windows = sorted({f"width {s.conv_size}" for s in recurrent if s.conv_size > 1})
     return {
         "model": str(directory),
         "parameters": sum(p.numel() for p in target.parameters()),
         "weight_bytes": sum(p.nbytes for p in target.parameters()),
         "layers": layers,
-        "heads": f"{delta.num_heads} key x {delta.head_dim}, {delta.value_heads} value x {delta.head_v_dim}",
-        "convolution": f"width {delta.window}" if delta.use_short_conv else "none",
-        "output_gate": gate,
+        "architecture": f"{config.architecture} ({config.model_type})",
+        "heads": "; ".join(heads) or "none that recur",
+        "convolution": ", ".join(windows) or "none",
+        "output_gate": config.output_gate,
         "vocabulary": config.vocab_size,
         "tokenizer": told,
         "drafter": "its own" if (directory / COMPANION).is_dir() else drafter,

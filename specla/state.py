@@ -40,7 +40,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """Shape of one gated delta layer's state."""
+    """Shape of the state of one recurrent layer."""
 
     num_heads: int
     value_heads: int
@@ -48,6 +48,7 @@ class RecurrentSpec:
     head_v_dim: int
     conv_channels: int
     conv_size: int  # 1 when the layer has no convolution
+    channel_decay: bool = False  # one decay for each key channel rather than for each value head
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class AttentionSpec:
 
 
 class RecurrentState:
-    """Gated delta layers of one shape, for all slots. Layers lie side by side, so that they are committed together."""
+    """Recurrent layers of one shape, for all slots. Layers lie side by side, so that they are committed together."""
 
     def __init__(
         self, spec: RecurrentSpec, num_layers: int, num_slots: int, max_nodes: int, dtype: torch.dtype,
@@ -75,7 +76,7 @@ class RecurrentState:
         self.factors = Factors(
             zeros(max_nodes, spec.num_heads, spec.head_dim),
             zeros(max_nodes, spec.value_heads, spec.head_v_dim),
-            zeros(max_nodes, spec.value_heads),
+            zeros(max_nodes, spec.value_heads, *([spec.head_dim] if spec.channel_decay else [])),
         )
         self.conv_inputs = zeros(max_nodes, spec.conv_channels if spec.conv_size > 1 else 0)
 

@@ -16,10 +16,9 @@ from specla.drafters.base import Draft, TokenDrafter, pack
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import Sequence
-from specla.models.config import GatedDeltaNetConfig
-from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.language_model import LanguageModel, ModelConfig
-from specla.models.qwen import Qwen
+from specla.models.architectures import ARCHITECTURES
+from specla.models.config import GatedDeltaNetConfig, ModelConfig
+from specla.models.language_model import LanguageModel
 from specla.models.qwen_config import QwenConfig
 from specla.models.target import Tap
 from specla.state import AttentionState, StatePool
@@ -86,7 +85,7 @@ def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed
 
 def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target of its own. As in the loader, `dtype` is that of the matrices, float64 that of all."""
-    model = Qwen(config) if isinstance(config, QwenConfig) else GatedDeltaNet(config)
+    model = ARCHITECTURES[config.model_type].model(config)
     generator = torch.Generator().manual_seed(seed)
     model.reset_parameters(generator)
     with torch.no_grad():

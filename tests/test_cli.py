@@ -325,7 +325,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "weights too few": (lose_weight, "1 missing (model.norm.weight)"),
     "weights too many": (spoil_config(num_hidden_layers=1), "unexpected"),
     "logits not finite": (spoil_weights, "not finite"),
-    "unknown model type": (spoil_config(model_type="mamba2"), "'mamba2' is not supported"),
+    "unknown model type": (spoil_config(model_type="llama"), "'llama' is not supported"),
     "contradictory config": (spoil_config(num_v_heads=3), "num_v_heads"),
     "config not JSON": (lambda d: (d / "config.json").write_text("{\n'a': 1\n"), "config.json"),
     "config nested too deep": (lambda d: (d / "config.json").write_text("[" * 100_000), "config.json"),

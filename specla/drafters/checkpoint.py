@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from specla.drafters.network import Eagle, EagleConfig
-from specla.models.config import ARCHITECTURE, MODEL_TYPE
-from specla.models.language_model import LanguageModel, ModelConfig
+from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig, ModelConfig
+from specla.models.language_model import LanguageModel
 from specla.models.loader import SINGLE, read_raw_config, read_weights, replace_file
 
 ALGORITHM, SPECULATORS_VERSION = "eagle3", "0.9.0"
@@ -78,7 +78,7 @@ def save_drafter(
     directory: str | Path,
     target_name: str,
     *,
-    architecture: str = ARCHITECTURE,
+    architecture: str = GatedDeltaNetConfig.architecture,
     dtype: torch.dtype = torch.bfloat16,
     standalone: bool = True,
 ) -> None:

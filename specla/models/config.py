@@ -1,17 +1,54 @@
-"""The configuration of a Gated DeltaNet checkpoint in flash-linear-attention's layout."""
+"""Configurations of checkpoints in flash-linear-attention's layout: what all models share, and Gated DeltaNet's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Protocol, TypeVar
 
-MODEL_TYPE, ARCHITECTURE = "gated_deltanet", "GatedDeltaNetForCausalLM"
+MODEL_TYPE = "gated_deltanet"
 GATES = ("swish", "silu", "sigmoid")
 LARGEST = 2**24  # of any size: beyond it a configuration is a mistake, and building it would not end
 MOST_LAYERS = 1024
+Config = TypeVar("Config", bound="FlaConfig")
 UNSUPPORTED = {"attnres_block_size": "attention residuals", "quantization_config": "quantised weights"}
+
+
+class ModelConfig(Protocol):
+    """What is asked of a target's configuration, whatever its architecture."""
+
+    @property
+    def model_type(self) -> str: ...
+    @property
+    def architecture(self) -> str:
+        """The class that a checkpoint names."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+    @property
+    def initializer_range(self) -> float: ...
+    @property
+    def tie_word_embeddings(self) -> bool: ...
+    @property
+    def max_position_embeddings(self) -> int: ...
+    @property
+    def bos_token_id(self) -> int | None: ...
+    @property
+    def eos_token_id(self) -> int | tuple[int, ...] | None: ...
+    @property
+    def mlp_dim(self) -> int:
+        """Width of an MLP, as a drafter may take it over."""
+
+    @property
+    def output_gate(self) -> str:
+        """The activation of the recurrent layers' output gate, or none."""
 
 
 @dataclass(frozen=True)
@@ -57,26 +94,19 @@ class AttentionConfig:
 
 
 @dataclass(frozen=True)
-class GatedDeltaNetConfig:
-    """Shape of a Gated DeltaNet language model; names and defaults are flash-linear-attention's.
+class FlaConfig:
+    """What the configurations of all models in flash-linear-attention's layout share; names and defaults are its own.
 
     Raises:
         ValueError: for a value that contradicts another or that specla does not implement.
     """
 
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+
     vocab_size: int = 32000
     hidden_size: int = 2048
-    num_hidden_layers: int = 21
-    num_heads: int = 6
-    num_v_heads: int | None = None
-    head_dim: int = 256
-    expand_v: float = 2.0
-    use_gate: bool = True
-    output_gate_activation: str = "swish"
-    use_short_conv: bool = True
-    conv_size: int = 4
-    conv_bias: bool = False
-    allow_neg_eigval: bool = False
+    num_hidden_layers: int = 24
     hidden_ratio: int | None = 4
     intermediate_size: int | None = None
     hidden_act: str = "swish"
@@ -89,15 +119,12 @@ class GatedDeltaNetConfig:
     attn: tuple[AttentionConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "conv_size"):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             check_size(name, getattr(self, name))
-        for name in ("num_v_heads", "intermediate_size"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        for name in ("use_gate", "use_short_conv", "conv_bias", "allow_neg_eigval", "tie_word_embeddings"):
-            check_bool(name, getattr(self, name))
-        for name in ("expand_v", "norm_eps"):
-            check_number(name, getattr(self, name), above=0)
+        if self.intermediate_size is not None:
+            check_size("intermediate_size", self.intermediate_size)
+        check_bool("tie_word_embeddings", self.tie_word_embeddings)
+        check_number("norm_eps", self.norm_eps, above=0)
         if self.hidden_ratio is not None:
             check_number("hidden_ratio", self.hidden_ratio, above=0)
         if self.num_hidden_layers > MOST_LAYERS:
@@ -107,28 +134,8 @@ class GatedDeltaNetConfig:
         check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
         eos = self.eos_token_id
         check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
-        if self.value_heads % self.num_heads:
-            raise ValueError(
-                f"config.json: num_v_heads {self.num_v_heads} is no multiple of num_heads {self.num_heads}"
-            )
-        check_size("head_dim * expand_v", self.head_v_dim)
-        if abs(self.head_dim * self.expand_v - self.head_v_dim) > 1e-5:
-            raise ValueError(
-                f"config.json: head_dim * expand_v = {self.head_dim * self.expand_v} is not an integer"
-            )
-        for name, size in (
-            ("all key heads", self.key_dim),
-            ("all value heads", self.value_dim),
-            ("MLP", self.mlp_dim),
-        ):
-            check_size(f"the size of {name}", size)
-        if self.output_gate_activation not in GATES:
-            raise ValueError(
-                f"config.json: output_gate_activation must be one of {', '.join(GATES)}, "
-                f"got {self.output_gate_activation!r}"
-            )
-        if self.hidden_act not in ("swish", "silu"):
-            raise ValueError(f"config.json: hidden_act must be swish or silu, got {self.hidden_act!r}")
+        check_size("the size of MLP", self.mlp_dim)
+        check_one_of("hidden_act", self.hidden_act, ("swish", "silu"))
         claimed = [layer for spec in self.attn for layer in spec.layers]
         bad = [i for i in claimed if not 0 <= i < self.num_hidden_layers or claimed.count(i) > 1]
         if bad:
@@ -142,22 +149,6 @@ class GatedDeltaNetConfig:
                 raise ValueError("config.json: attn head size must be even for rotary positions")
 
     @property
-    def value_heads(self) -> int:
-        return self.num_heads if self.num_v_heads is None else self.num_v_heads
-
-    @property
-    def head_v_dim(self) -> int:
-        return round(self.head_dim * self.expand_v)
-
-    @property
-    def key_dim(self) -> int:
-        return self.num_heads * self.head_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.value_heads * self.head_v_dim
-
-    @property
     def mlp_dim(self) -> int:
         """`intermediate_size`, or two thirds of `hidden_size * hidden_ratio` (4 if null) rounded up to 256s."""
         if self.intermediate_size is not None:
@@ -165,29 +156,16 @@ class GatedDeltaNetConfig:
         ratio = 4 if self.hidden_ratio is None else self.hidden_ratio
         return -(-int(self.hidden_size * ratio * 2 / 3) // 256) * 256
 
-    @property
-    def architecture(self) -> str:
-        return ARCHITECTURE
-
-    @property
-    def window(self) -> int:
-        """Width of the short convolution; 1 when there is none."""
-        return self.conv_size if self.use_short_conv else 1
-
-    def delta(self) -> GatedDeltaNetConfig:
-        """The recurrent layers in these terms, as other configurations give them."""
-        return self
-
     def attention(self, layer: int) -> AttentionConfig | None:
         """The attention of this layer, or None for a recurrent one."""
         return next((spec for spec in self.attn if layer in spec.layers), None)
 
     @classmethod
-    def from_dict(cls, raw: Mapping[str, Any]) -> GatedDeltaNetConfig:
+    def from_dict(cls: type[Config], raw: Mapping[str, Any]) -> Config:
         """Read a `config.json`; fields that do not change the computation (kernel choices, training) are left out."""
         model_type = raw.get("model_type")
-        if model_type != MODEL_TYPE:
-            raise ValueError(f"model_type {model_type!r} is not supported; supported is {MODEL_TYPE!r}")
+        if model_type != cls.model_type:
+            raise ValueError(f"model_type must be {cls.model_type!r} here, got {model_type!r}")
         for name, what in UNSUPPORTED.items():
             if raw.get(name) is not None:
                 raise ValueError(f"config.json: {name} ({what}) is not supported")
@@ -208,7 +186,70 @@ class GatedDeltaNetConfig:
         raw["attn"] = [dict(a, layers=list(a["layers"])) for a in raw["attn"]] or None
         eos = raw["eos_token_id"]
         raw["eos_token_id"] = list(eos) if isinstance(eos, tuple) else eos
-        return {"architectures": [ARCHITECTURE], "model_type": MODEL_TYPE, **raw}
+        return {"architectures": [self.architecture], "model_type": self.model_type, **raw}
+
+
+@dataclass(frozen=True)
+class GatedDeltaNetConfig(FlaConfig):
+    """Shape of a Gated DeltaNet language model."""
+
+    model_type: ClassVar[str] = MODEL_TYPE
+    architecture: ClassVar[str] = "GatedDeltaNetForCausalLM"
+
+    num_hidden_layers: int = 21
+    num_heads: int = 6
+    num_v_heads: int | None = None
+    head_dim: int = 256
+    expand_v: float = 2.0
+    use_gate: bool = True
+    output_gate_activation: str = "swish"
+    use_short_conv: bool = True
+    conv_size: int = 4
+    conv_bias: bool = False
+    allow_neg_eigval: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_heads", "head_dim", "conv_size"):
+            check_size(name, getattr(self, name))
+        if self.num_v_heads is not None:
+            check_size("num_v_heads", self.num_v_heads)
+        for name in ("use_gate", "use_short_conv", "conv_bias", "allow_neg_eigval"):
+            check_bool(name, getattr(self, name))
+        check_number("expand_v", self.expand_v, above=0)
+        if self.value_heads % self.num_heads:
+            raise ValueError(
+                f"config.json: num_v_heads {self.num_v_heads} is no multiple of num_heads {self.num_heads}"
+            )
+        check_whole("head_dim * expand_v", self.head_dim * self.expand_v)
+        for name, size in (("all key heads", self.key_dim), ("all value heads", self.value_dim)):
+            check_size(f"the size of {name}", size)
+        check_one_of("output_gate_activation", self.output_gate_activation, GATES)
+
+    @property
+    def value_heads(self) -> int:
+        return self.num_heads if self.num_v_heads is None else self.num_v_heads
+
+    @property
+    def head_v_dim(self) -> int:
+        return round(self.head_dim * self.expand_v)
+
+    @property
+    def key_dim(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.value_heads * self.head_v_dim
+
+    @property
+    def window(self) -> int:
+        """Width of the short convolution; 1 when there is none."""
+        return self.conv_size if self.use_short_conv else 1
+
+    @property
+    def output_gate(self) -> str:
+        return self.output_gate_activation if self.use_gate else "none"
 
 
 def is_int(value: Any) -> bool:
@@ -223,6 +264,18 @@ def check_size(name: str, value: Any) -> None:
 def check_number(name: str, value: Any, above: float) -> None:
     if not (is_int(value) or isinstance(value, float)) or not above < value < math.inf or value > 2.0**64:
         raise ValueError(f"config.json: {name} must be a finite number above {above:g}, got {value!r}")
+
+
+def check_whole(name: str, value: float) -> None:
+    """A size that is a product with a fraction."""
+    check_size(name, round(value))
+    if abs(value - round(value)) > 1e-5:
+        raise ValueError(f"config.json: {name} = {value} is not an integer")
+
+
+def check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"config.json: {name} must be one of {', '.join(allowed)}, got {value!r}")
 
 
 def check_bool(name: str, value: Any) -> None:

@@ -11,19 +11,15 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from specla.models.config import GatedDeltaNetConfig
+from specla.models.config import ModelConfig
 from specla.models.layers import Block, Linear, RMSNorm, draw_weights, linear, set_compute_dtype
-from specla.models.past import FullText, Past, Prefill, Verification
-from specla.models.qwen_config import QwenConfig
+from specla.models.past import FullText, Prefill, TargetPast, Verification
 from specla.models.target import Tap
 from specla.state import AttentionSpec, RecurrentSpec, StatePool
 from specla.tree import Tree
 
 # tokens of a prompt that go through the layers together: bounds the memory of a prefill
 PREFILL_CHUNK, PREFILL_CHUNK_GPU = 512, 2048
-
-
-ModelConfig = GatedDeltaNetConfig | QwenConfig
 
 
 class LanguageModel(nn.Module):
@@ -55,7 +51,7 @@ class LanguageModel(nn.Module):
             return self.lm_head(hidden)
         return linear(hidden, self.embeddings.weight, self.compute_dtype)
 
-    def forward(self, input_ids: Tensor, past: Past | None = None, tap: Tap | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, past: TargetPast | None = None, tap: Tap | None = None) -> Tensor:
         """Normalised hidden states `[B, T, hidden]` of `input_ids` `[B, T]`, by default a text from its start."""
         past = past or FullText(input_ids.shape[0], input_ids.shape[1], input_ids.device)
         streams = [self.embeddings(input_ids).to(self.norm.weight.dtype)]
@@ -66,7 +62,7 @@ class LanguageModel(nn.Module):
         return self.norm(streams[-1])
 
     def state_specs(self) -> list[RecurrentSpec | AttentionSpec]:
-        return [cast(Block, block).attn.state_spec() for block in self.layers]
+        return [cast(Block, block).mixer.state_spec() for block in self.layers]
 
     def new_pool(self, num_slots: int, max_nodes: int) -> StatePool:
         """Slots for `num_slots` sequences with draft trees of up to `max_nodes` nodes."""

@@ -5,11 +5,13 @@ Projections that read the same input are one weight.
 
 from __future__ import annotations
 
+from typing import Protocol, cast
+
 import torch
 from torch import Tensor, nn
 
 from specla.models.config import AttentionConfig, GatedDeltaNetConfig
-from specla.models.past import Past
+from specla.models.past import Past, TargetPast
 from specla.ops.attention import rotary
 from specla.ops.elementwise import sigmoid, silu, softplus
 from specla.ops.int8 import FEW, Int8Weight, int8_linear, quantize
@@ -207,16 +209,30 @@ class SwiGLU(nn.Module):
         return self.down_proj(silu(gate) * up)
 
 
+class Mixer(Protocol):
+    """A layer's token mixing."""
+
+    def state_spec(self) -> RecurrentSpec | AttentionSpec:
+        """What the layer keeps of a sequence."""
+
+    def __call__(self, x: Tensor, past: TargetPast) -> Tensor:
+        """`[B, T, hidden]` of normalised streams to what is added to them."""
+
+
 class Block(nn.Module):
     """Token mixing, then an MLP or experts, each with a residual around it."""
 
-    def __init__(self, hidden_size: int, eps: float, attn: DeltaMixer | AttentionMixer, mlp: nn.Module):
+    def __init__(self, hidden_size: int, eps: float, attn: nn.Module, mlp: nn.Module):
         super().__init__()
         self.attn_norm = RMSNorm(hidden_size, eps)
         self.attn = attn
         self.mlp_norm = RMSNorm(hidden_size, eps)
         self.mlp = mlp
 
-    def forward(self, x: Tensor, past: Past) -> Tensor:
+    @property
+    def mixer(self) -> Mixer:
+        return cast(Mixer, self.attn)
+
+    def forward(self, x: Tensor, past: TargetPast) -> Tensor:
         x = x + self.attn(self.attn_norm(x), past)
         return x + self.mlp(self.mlp_norm(x))

@@ -15,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specla.models import qwen_layout
-from specla.models.config import MODEL_TYPE, GatedDeltaNetConfig
+from specla.models.architectures import architecture_of
+from specla.models.config import ModelConfig
 from specla.models.experts import Experts
+from specla.models.fla_layout import gated_deltanet
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.language_model import LanguageModel, ModelConfig
-from specla.models.layers import AttentionMixer, DeltaMixer, Linear
-from specla.models.qwen import Qwen
-from specla.models.qwen_config import QWEN_TYPES, QwenConfig
-from specla.models.qwen_layout import HEAD, Source
+from specla.models.language_model import LanguageModel
+from specla.models.layers import Linear
+from specla.models.source import HEAD, Source
 from specla.ops.linear import measure
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-EMBEDDINGS = "model.embeddings.weight"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -46,20 +44,20 @@ def load_target(
         ValueError: in one line, when the directory, the configuration or the weights do not fit.
     """
     directory, device = Path(directory), torch.device(device)
-    config = read_config(directory)
+    raw = read_raw_config(directory)
+    architecture = architecture_of(raw)
+    config = architecture.config(raw)
     work = resolve_dtype(dtype, device)
     with torch.device("meta"):
-        model = Qwen(config) if isinstance(config, QwenConfig) else GatedDeltaNet(config)
+        model = architecture.model(config)
     check_room(model, device, work)
-    if isinstance(config, QwenConfig):
-        sources, unused = qwen_layout.sources(config, stored_names(directory)), qwen_layout.UNUSED
-    else:
-        assert isinstance(model, GatedDeltaNet)
-        sources, unused = _fla_sources(model), ()
+    sources = architecture.sources(config, stored_names(directory))
     shapes = {part: shape for source in sources.values() for part, shape in source.shapes.items()}
     (embeddings,) = sources["embeddings.weight"].shapes
     optional = {HEAD} - shapes.keys()
-    weights = read_weights(directory, {HEAD: shapes[embeddings], **shapes}, optional, unused=unused)
+    weights = read_weights(
+        directory, {HEAD: shapes[embeddings], **shapes}, optional, unused=architecture.unused
+    )
     if optional and HEAD in weights and not _same_values(weights[HEAD], weights[embeddings]):
         raise ValueError(
             f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {embeddings}"
@@ -96,16 +94,6 @@ def join_weights(
     return state
 
 
-def _fla_sources(model: GatedDeltaNet) -> dict[str, Source]:
-    shapes = checkpoint_shapes(model.config)
-
-    def join(parts: list[Tensor]) -> Tensor:
-        return torch.cat([part.flatten(1) if part.dim() == 3 else part for part in parts])
-
-    sources = parameter_sources(model)
-    return {name: Source({part: shapes[part] for part in parts}, join) for name, parts in sources.items()}
-
-
 def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
     """Measure on a CPU how to multiply a model's matrices, and `further` ones, now rather than in the first request."""
     for module in model.modules():
@@ -121,14 +109,7 @@ def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
 def read_config(directory: str | Path) -> ModelConfig:
     """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
     raw = read_raw_config(Path(directory))
-    kind = raw.get("model_type")
-    if kind == MODEL_TYPE:
-        return GatedDeltaNetConfig.from_dict(raw)
-    if kind in QWEN_TYPES:
-        return QwenConfig.from_dict(raw)
-    raise ValueError(
-        f"model_type {kind!r} is not supported; supported are {', '.join((MODEL_TYPE, *QWEN_TYPES))}"
-    )
+    return architecture_of(raw).config(raw)
 
 
 def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype = torch.bfloat16) -> None:
@@ -146,13 +127,12 @@ def save_target(model: GatedDeltaNet, directory: str | Path, dtype: torch.dtype 
     directory.mkdir(parents=True, exist_ok=True)
     config = model.config
     own = model.state_dict()
-    shapes = checkpoint_shapes(config)
     tensors = {}
-    for name, parts in parameter_sources(model).items():
-        pieces = own[name].detach().cpu().split([shapes[part][0] for part in parts])
-        for part, piece in zip(parts, pieces, strict=True):
+    for name, source in gated_deltanet(config).items():
+        pieces = own[name].detach().cpu().split([shape[0] for shape in source.shapes.values()])
+        for (part, shape), piece in zip(source.shapes.items(), pieces, strict=True):
             kept = torch.float32 if part.endswith(("A_log", "dt_bias")) else dtype
-            tensors[part] = piece.reshape(shapes[part]).to(kept).contiguous().clone()
+            tensors[part] = piece.reshape(shape).to(kept).contiguous().clone()
     special = {"bos_token_id": config.bos_token_id, "eos_token_id": config.to_dict()["eos_token_id"]}
     raw = dict(config.to_dict(), dtype=str(dtype).removeprefix("torch."))
     for name, content in (("config.json", raw), ("generation_config.json", special)):
@@ -197,79 +177,6 @@ def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype
         raise ValueError("dtype float16 is not supported on a CPU, use bfloat16 or float32")
     assert chosen is not None
     return chosen
-
-
-def parameter_sources(model: GatedDeltaNet) -> dict[str, list[str]]:
-    """For each of our parameters, the checkpoint tensors whose rows it holds, in order."""
-    config = model.config
-    names = {"embeddings.weight": [EMBEDDINGS], "norm.weight": ["model.norm.weight"]}
-    if not config.tie_word_embeddings:
-        names["lm_head.weight"] = [HEAD]
-    for i, layer in enumerate(model.layers):
-        ours, theirs = f"layers.{i}", f"model.layers.{i}"
-        for norm in ("attn_norm", "mlp_norm"):
-            names[f"{ours}.{norm}.weight"] = [f"{theirs}.{norm}.weight"]
-        names[f"{ours}.mlp.gate_up_proj.weight"] = [f"{theirs}.mlp.{x}_proj.weight" for x in ("gate", "up")]
-        names[f"{ours}.mlp.down_proj.weight"] = [f"{theirs}.mlp.down_proj.weight"]
-        names[f"{ours}.attn.o_proj.weight"] = [f"{theirs}.attn.o_proj.weight"]
-        if isinstance(layer.attn, DeltaMixer):
-            joined = ("q", "k", "v", "a", "b", "g") if config.use_gate else ("q", "k", "v", "a", "b")
-            names[f"{ours}.attn.in_proj.weight"] = [f"{theirs}.attn.{x}_proj.weight" for x in joined]
-            names[f"{ours}.attn.norm.weight"] = [f"{theirs}.attn.o_norm.weight"]
-            for leaf in ("A_log", "dt_bias"):
-                names[f"{ours}.attn.{leaf}"] = [f"{theirs}.attn.{leaf}"]
-            for leaf in ("weight", "bias"):
-                if getattr(layer.attn, f"conv_{leaf}") is not None:
-                    names[f"{ours}.attn.conv_{leaf}"] = [f"{theirs}.attn.{x}_conv1d.{leaf}" for x in "qkv"]
-        else:
-            assert isinstance(layer.attn, AttentionMixer)
-            names[f"{ours}.attn.qkv_proj.weight"] = [f"{theirs}.attn.{x}_proj.weight" for x in "qkv"]
-            if layer.attn.qkv_bias is not None:
-                names[f"{ours}.attn.qkv_bias"] = [f"{theirs}.attn.{x}_proj.bias" for x in "qkv"]
-            if layer.attn.q_norm is not None:
-                for x in "qk":
-                    names[f"{ours}.attn.{x}_norm.weight"] = [f"{theirs}.attn.{x}_norm.weight"]
-    return names
-
-
-def checkpoint_shapes(config: GatedDeltaNetConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a checkpoint of this configuration holds."""
-    hidden, mlp = config.hidden_size, config.mlp_dim
-    key, value, heads = config.key_dim, config.value_dim, config.value_heads
-    shapes: dict[str, tuple[int, ...]] = {
-        EMBEDDINGS: (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-        HEAD: (config.vocab_size, hidden),
-    }
-    for i in range(config.num_hidden_layers):
-        spec = config.attention(i)
-        layer: dict[str, tuple[int, ...]] = {
-            "attn_norm.weight": (hidden,),
-            "mlp_norm.weight": (hidden,),
-            "mlp.gate_proj.weight": (mlp, hidden),
-            "mlp.up_proj.weight": (mlp, hidden),
-            "mlp.down_proj.weight": (hidden, mlp),
-        }
-        if spec is None:
-            rows = {"q": key, "k": key, "v": value, "a": heads, "b": heads, "g": value}
-            layer |= {f"attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
-            layer |= {f"attn.{x}_conv1d.weight": (rows[x], 1, config.conv_size) for x in "qkv"}
-            layer |= {f"attn.{x}_conv1d.bias": (rows[x],) for x in "qkv"}
-            layer |= {
-                "attn.A_log": (heads,),
-                "attn.dt_bias": (heads,),
-                "attn.o_norm.weight": (config.head_v_dim,),
-            }
-            layer |= {"attn.o_proj.weight": (hidden, value)}
-        else:
-            head_dim = hidden // spec.num_heads
-            rows = {"q": hidden, "k": spec.num_kv_heads * head_dim, "v": spec.num_kv_heads * head_dim}
-            layer |= {f"attn.{x}_proj.weight": (n, hidden) for x, n in rows.items()}
-            layer |= {f"attn.{x}_proj.bias": (n,) for x, n in rows.items()}
-            layer |= {"attn.q_norm.weight": (head_dim,), "attn.k_norm.weight": (head_dim,)}
-            layer |= {"attn.o_proj.weight": (hidden, hidden)}
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
 
 
 def read_raw_config(directory: Path) -> dict[str, Any]:

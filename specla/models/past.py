@@ -6,7 +6,7 @@ Each class answers the three questions that a layer asks: its short convolution,
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,14 +15,31 @@ from specla.modes import MODES
 from specla.ops import chunk_gated_delta
 from specla.ops.attention import tree_attention
 from specla.ops.chunk import launch as launch_prompt, takes as takes_prompt
-from specla.ops.conv import causal_convolve, convolve, launch as launch_conv, takes as takes_conv
+from specla.ops.conv import (
+    causal_convolve,
+    convolve,
+    inputs_before,
+    launch as launch_conv,
+    takes as takes_conv,
+)
 from specla.ops.verify import check_launch, launch, takes, verify
 from specla.state import AttentionState, RecurrentLayer, StatePool, slot_indices
 from specla.tree import Tree
 
 
+class Rule(NamedTuple):
+    """Which relative of the gated delta rule a recurrence is; its decay and write strength say the rest."""
+
+    delta: bool = True  # values are corrected by what the state holds of their keys
+    normalise: bool = True  # queries and keys have length 1
+    scale: float | None = None  # of queries; None: K ** -0.5
+
+
+GATED_DELTA = Rule()
+
+
 class Past(Protocol):
-    """What a layer sees of the tokens before its own; `layer` is the layer's index."""
+    """What layers of targets and drafters see of the tokens before their own; `layer` is the layer's index."""
 
     @property
     def positions(self) -> Tensor:
@@ -38,6 +55,29 @@ class Past(Protocol):
         """Causal softmax attention `[B, T, H, D]`."""
 
 
+class TargetPast(Past, Protocol):
+    """What targets ask beyond that, for the relatives of the gated delta rule."""
+
+    def conv(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+    ) -> Tensor:
+        """The causal convolution, then SiLU or nothing."""
+
+    def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
+        """x `[B, T, D]` of the token before each, zero before the first one.
+
+        The layer's window is of size 2; x takes its channels from `first` on, so that a layer may ask several times.
+        """
+
+    def delta(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        rule: Rule = GATED_DELTA,
+    ) -> Tensor:  # fmt: skip
+        """Outputs `[B, T, HV, V]` of this rule: g `[B, T, HV]`, by channel `[B, T, HV, K]`, or None for no decay; beta
+        `[B, T, HV]`, or None for 1.
+        """
+
+
 class FullText:
     """A text from its first token on, differentiable; nothing is kept."""
 
@@ -45,11 +85,23 @@ class FullText:
         self.positions = torch.arange(length, device=device).expand(batch, length)
         self.chunk_size = chunk_size
 
-    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return causal_convolve(torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0)), weight, bias)
+    def conv(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+    ) -> Tensor:
+        padded = torch.nn.functional.pad(x, (0, 0, weight.shape[1] - 1, 0))
+        return causal_convolve(padded, weight, bias, activation)
 
-    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        o, _ = chunk_gated_delta(q, k, v, g, beta, chunk_size=self.chunk_size, use_qk_l2norm_in_kernel=True)
+    def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
+        return torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def delta(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        rule: Rule = GATED_DELTA,
+    ) -> Tensor:  # fmt: skip
+        o, _ = chunk_gated_delta(
+            q, k, v, g, beta, chunk_size=self.chunk_size, use_qk_l2norm_in_kernel=rule.normalise, scale=rule.scale,
+            delta=rule.delta,
+        )  # fmt: skip
         return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -68,22 +120,40 @@ class Prefill:
         self.start = pool.length[slot]
         self.positions = torch.arange(self.start, self.start + length, device=pool.device)[None]
 
-    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def conv(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+    ) -> Tensor:
         state = self.pool.layers[layer]
         assert isinstance(state, RecurrentLayer)
         window = state.conv_state[self.slot]
         joined = torch.cat([window.t()[None].to(x.dtype), x], 1)
         window.copy_(joined[0, joined.shape[1] - window.shape[1] :].t())
-        return causal_convolve(joined, weight, bias)
+        return causal_convolve(joined, weight, bias, activation)
 
-    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
+        state = self.pool.layers[layer]
+        assert isinstance(state, RecurrentLayer) and state.conv_state.shape[-1] == 1
+        window = state.conv_state[self.slot, first : first + x.shape[2], 0]
+        joined = torch.cat([window[None, None].to(x.dtype), x], 1)
+        window.copy_(x[0, -1])
+        return joined[:, :-1]
+
+    def delta(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        rule: Rule = GATED_DELTA,
+    ) -> Tensor:  # fmt: skip
         layer_state = self.pool.layers[layer]
         assert isinstance(layer_state, RecurrentLayer)
         state = layer_state.state[self.slot : self.slot + 1]
-        if takes_prompt(state, q, k, v, g, beta):
+        kernel = rule == GATED_DELTA and beta is not None and (g is None or g.dim() == 3)
+        if kernel and takes_prompt(state, q, k, v, g, beta):
+            assert beta is not None
             dtype, (q, k, v) = v.dtype, (x.to(self.dtype) for x in (q, k, v))
             return launch_prompt(q, k, v, g, beta, state).to(dtype)
-        o, last = chunk_gated_delta(q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=True)
+        o, last = chunk_gated_delta(
+            q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=rule.normalise, scale=rule.scale,
+            delta=rule.delta,
+        )  # fmt: skip
         state.copy_(last)
         return o
 
@@ -123,26 +193,49 @@ class Verification:
     def positions(self) -> Tensor:
         return torch.tensor(self.lengths, device=self.pool.device)[:, None] + self.tree.depth.clamp(min=0)
 
-    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def conv(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+    ) -> Tensor:
         state = self.pool.layers[layer]
         assert isinstance(state, RecurrentLayer)
         if state.conv_inputs.shape[-1]:  # of a window of one, nothing is read again
             state.conv_inputs[self.rows, : self.tree.size] = x
         if takes_conv(state.conv_state, x, weight, bias):
-            return launch_conv(x, self.tree, weight, bias, state.conv_state, state_indices=self.indices)
-        return convolve(x, self.tree, weight, bias, state.conv_state[self.rows])
+            return launch_conv(x, self.tree, weight, bias, state.conv_state, activation, self.indices)
+        return convolve(x, self.tree, weight, bias, state.conv_state[self.rows], activation)
 
-    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
+        state, channels = self.pool.layers[layer], slice(first, first + x.shape[2])
+        assert isinstance(state, RecurrentLayer) and state.conv_state.shape[-1] == 1
+        state.conv_inputs[self.rows, : self.tree.size, channels] = x
+        return inputs_before(x, self.tree, state.conv_state[self.rows][:, channels])
+
+    def delta(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        rule: Rule = GATED_DELTA,
+    ) -> Tensor:  # fmt: skip
         state = self.pool.layers[layer]
         assert isinstance(state, RecurrentLayer)
         if takes(state.state, self.tree, q, k, v, g, beta):
             check_launch(q, k, v, g, self.tree, self.mode)
             o, _ = launch(
-                q, k, v, g, beta, self.tree, state.state, None, self.mode, True,
+                q, k, v, g, beta, self.tree, state.state, rule.scale, self.mode, rule.normalise, rule.delta,
                 state_indices=self.indices, factors=state.factors, by_slot=True,
             )  # fmt: skip
             return o
-        o, factors = verify(q, k, v, g, beta, self.tree, state.state[self.rows], None, self.mode, True)
+        o, factors = verify(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            self.tree,
+            state.state[self.rows],
+            rule.scale,
+            self.mode,
+            rule.normalise,
+            rule.delta,
+        )
         for bank, new in zip(state.factors, factors, strict=True):
             bank[self.rows, : self.tree.size] = new
         return o

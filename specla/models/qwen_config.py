@@ -25,6 +25,12 @@ ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
+CLASSES = {
+    kind: (made,) if kind == text else (made.replace("ForCausalLM", "ForConditionalGeneration"), made)
+    for kind, text, made in (
+        (kind, WITH_IMAGES.get(kind, kind), ARCHITECTURES[WITH_IMAGES.get(kind, kind)]) for kind in QWEN_TYPES
+    )
+}  # that a checkpoint may name, the text model alone among them
 LINEAR, FULL = "linear_attention", "full_attention"
 MOST_EXPERTS = 4096  # beyond it a configuration is a mistake, and naming all weights would not end
 EXPERT_SIZES = "num_experts num_experts_per_tok moe_intermediate_size shared_expert_intermediate_size".split()
@@ -133,6 +139,14 @@ class QwenConfig:
     @property
     def norm_eps(self) -> float:
         return self.rms_norm_eps
+
+    @property
+    def mlp_dim(self) -> int:
+        return self.delta().mlp_dim
+
+    @property
+    def output_gate(self) -> str:
+        return self.delta().output_gate
 
     @property
     def rotary_dim(self) -> int:

@@ -5,29 +5,18 @@ Theirs are fused and interleaved in other ways than ours, and their norms stored
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specla.models.qwen_config import FULL, LINEAR, NEXT, QwenConfig
+from specla.models.source import HEAD, Join, Source
 
-HEAD = "lm_head.weight"
 MTP = "mtp."  # how the names of a drafting head begin
 UNUSED: tuple[str, ...] = (MTP, "model.visual.")  # tensors that a target has no use for
 PREFIXES = ("model.language_model", "model")  # with and without images
-
-Shapes = Mapping[str, tuple[int, ...]]
-Join = Callable[[list[Tensor]], Tensor]
-
-
-class Source(NamedTuple):
-    """A parameter's tensors in a checkpoint, with their shapes, and what becomes of them."""
-
-    shapes: Shapes
-    join: Join = torch.cat
 
 
 def sources(config: QwenConfig, stored: Collection[str]) -> dict[str, Source]:

@@ -143,12 +143,22 @@ def _convolve(
     return (silu(y) if activation == "silu" else y).to(x.dtype)
 
 
-def causal_convolve(joined: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """SiLU of the convolution over a text `[B, W - 1 + T, D]` that begins with its window; differentiable."""
+def causal_convolve(
+    joined: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+) -> Tensor:
+    """The convolution over a text `[B, W - 1 + T, D]` that begins with its window; differentiable."""
     length = joined.shape[1] - weight.shape[1] + 1
     y = sum(joined[:, w : w + length] * weight[:, w] for w in range(weight.shape[1]))
     assert isinstance(y, Tensor)
-    return silu(y if bias is None else y + bias)
+    y = y if bias is None else y + bias
+    return silu(y) if activation == "silu" else y
+
+
+def inputs_before(x: Tensor, tree: Tree, window: Tensor) -> Tensor:
+    """The input of each node's parent `[B, N, D]`, of the root the newest of the window `[B, D, 1]`."""
+    joined = torch.cat([window.transpose(1, 2), x.to(window.dtype)], 1)
+    rows = tree.window_rows(2).view(-1, 2)[:, 0]
+    return joined.flatten(0, 1).index_select(0, rows).view(x.shape).to(x.dtype)
 
 
 def shift(window: Tensor, x: Tensor, path: Tensor, count: Tensor) -> Tensor:

@@ -212,16 +212,18 @@ def naive_chunk_gated_delta(
     k: Tensor,
     v: Tensor,
     g: Tensor | None,
-    beta: Tensor,
+    beta: Tensor | None,
     *,
     initial_state: Tensor | None = None,
     scale: float | None = None,
     chunk_size: int = 64,
     use_qk_l2norm_in_kernel: bool = False,
+    delta: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """The sequence form, token by token; `chunk_size` only shares the signature.
 
-    q, k [B, T, H, K]; v [B, T, HV, V]; g (or None), beta [B, T, HV]; initial_state [B, HV, V, K] or None.
+    q, k [B, T, H, K]; v [B, T, HV, V]; g [B, T, HV], [B, T, HV, K] or None; beta [B, T, HV] or None; initial_state
+    [B, HV, V, K] or None; delta=False writes beta v.
     Returns o [B, T, HV, V] in v's dtype and the final state [B, HV, V, K]; differentiable.
     """
     batch, length, heads, key_dim = q.shape
@@ -229,7 +231,8 @@ def naive_chunk_gated_delta(
     scale = key_dim**-0.5 if scale is None else scale
     dtype = torch.promote_types(v.dtype, torch.float32 if initial_state is None else initial_state.dtype)
     out_dtype = v.dtype
-    q, k, v, beta = (x.to(dtype) for x in (q, k, v, beta))
+    q, k, v = (x.to(dtype) for x in (q, k, v))
+    beta = torch.ones_like(v[..., 0]) if beta is None else beta.to(dtype)
     g = _log_decay(g, beta)
     if use_qk_l2norm_in_kernel:
         q, k = _l2norm(q), _l2norm(k)
@@ -241,7 +244,7 @@ def naive_chunk_gated_delta(
         for h in range(v.shape[2]):
             s = initial_state[b, h].to(dtype)
             for t in range(length):
-                s, _ = _step(s, k[b, t, h // group], v[b, t, h], g[b, t, h], beta[b, t, h])
+                s, _ = _step(s, k[b, t, h // group], v[b, t, h], g[b, t, h], beta[b, t, h], delta)
                 outputs.append(s @ (q[b, t, h // group] * scale))
             final.append(s)
     o = torch.stack(outputs).view(batch, v.shape[2], length, v.shape[3]).transpose(1, 2)

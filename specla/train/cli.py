@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from specla.models.language_model import LanguageModel
     from specla.tokenizer import Tokenizer
     from specla.train.data import TokenDataset
 
@@ -195,14 +196,14 @@ def _train_drafter(args: argparse.Namespace) -> int:
     with process_group(resolve_device(args.device)) as device:
         first = ranks()[0] == 0
         target = load_target(args.target, device)
-        config, delta = target.config, target.config.delta()
+        config, (heads, head_dim) = target.config, _heads(target)
         shape = {
             "mixer": args.mixer,
             "layer_ids": _layer_ids(args.layer_ids, config.num_hidden_layers),
             "draft_vocab_size": min(args.draft_vocab_size, config.vocab_size),
-            "num_heads": args.num_heads or delta.num_heads,
-            "head_dim": args.head_dim or delta.head_dim,
-            "intermediate_size": args.intermediate_size or delta.mlp_dim,
+            "num_heads": args.num_heads or heads,
+            "head_dim": args.head_dim or head_dim,
+            "intermediate_size": args.intermediate_size or config.mlp_dim,
             "sliding_window": args.sliding_window if args.mixer == "attention" else None,
             "rms_norm_eps": config.norm_eps,
         }
@@ -217,6 +218,14 @@ def _train_drafter(args: argparse.Namespace) -> int:
         if first:
             _tell(Path(args.out), network, finished)
     return 0
+
+
+def _heads(target: LanguageModel) -> tuple[int, int]:
+    """Number and size of a drafter's heads: those of the target's keys, where it recurs."""
+    from specla.state import RecurrentSpec
+
+    specs = [spec for spec in target.state_specs() if isinstance(spec, RecurrentSpec)]
+    return (specs[0].num_heads, specs[0].head_dim) if specs else (max(1, target.config.hidden_size // 64), 64)
 
 
 def _read_data(args: argparse.Namespace, tokenizer: Tokenizer) -> tuple[TokenDataset, TokenDataset | None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specla.models.language_model import LanguageModel
-from specla.models.past import Past, Verification
+from specla.models.past import GATED_DELTA, Rule, TargetPast, Verification
 from specla.models.target import Tap
 from specla.ops.checks import require
 from specla.ops.conv import convolve
@@ -81,7 +81,7 @@ class Recorder:
         self._temperature = torch.zeros(rows, dtype=torch.float32, device=device)
         self._seed = torch.zeros(rows, dtype=torch.long, device=device)
         attends = any(isinstance(spec, AttentionSpec) for spec in target.state_specs())
-        self._stepwise = None if attends else _Stepwise(target.new_pool(rows, 1))
+        self._stepwise = None if attends else _Stepwise(target.new_pool(rows, 1), self._time)
         self._graph = self._capture() if device.type == "cuda" and self._stepwise else None
 
     @torch.no_grad()
@@ -116,7 +116,7 @@ class Recorder:
                 self._advance(past, draw=time + 1 >= first, noise=noise)
         return Rollouts(self._tokens.t(), self._features.transpose(0, 1), self._hidden.transpose(0, 1))
 
-    def _pasts(self) -> Iterator[Past]:
+    def _pasts(self) -> Iterator[TargetPast]:
         """What lies before each token in turn."""
         if self._stepwise is not None:
             yield from [self._stepwise] * self.length
@@ -129,7 +129,7 @@ class Recorder:
             yield Verification(pool, slots, tree, "auto")
             pool.accept(slots, root, [0] * self.rows)
 
-    def _advance(self, past: Past, draw: bool, noise: bool) -> None:
+    def _advance(self, past: TargetPast, draw: bool, noise: bool) -> None:
         """Read the token at `_time` in every row, and write the next one where it is not given."""
         tokens = self._tokens.index_select(0, self._time)
         hidden = self.target(tokens.t(), past, Tap(self.layer_ids, self._keep_features))
@@ -200,14 +200,15 @@ class Recorder:
 
 
 class _Stepwise:
-    """The past of one token a row for gated delta layers, whose states move on as it is read.
+    """The past of one token a row, at position `time` `[1]`, for recurrent layers, whose states move on as it is read.
 
     Nothing waits for what a tensor on the device holds, so that a graph can capture it.
     """
 
-    def __init__(self, pool: StatePool):
+    def __init__(self, pool: StatePool, time: Tensor):
         rows = len(pool.length)
         self.pool = pool
+        self.positions = time.expand(rows, 1)  # a view, which sees time move
         self.tree = Tree.chain(1, rows)  # on the host, which asks it and `count` how far to go
         self.count = torch.ones(rows, dtype=torch.long)
         self.root = torch.zeros(rows, 1, dtype=torch.long, device=pool.device)
@@ -217,21 +218,30 @@ class _Stepwise:
             group.state.zero_()
             group.conv_state.zero_()
 
-    @property
-    def positions(self) -> Tensor:
-        raise AssertionError("only attention layers ask for positions")
-
-    def conv(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def conv(
+        self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
+    ) -> Tensor:
         window = self._layer(layer).conv_state
-        y = convolve(x, self.tree, weight, bias, window)
+        y = convolve(x, self.tree, weight, bias, window, activation)
         if window.shape[-1]:
             inputs = window.transpose(1, 2)
             inputs.copy_(torch.cat([inputs[:, 1:], x], 1))
         return y
 
-    def delta(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
+        window = self._layer(layer).conv_state[:, None, first : first + x.shape[2], 0]
+        before = window.to(x.dtype, copy=True)
+        window.copy_(x)
+        return before
+
+    def delta(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
+        rule: Rule = GATED_DELTA,
+    ) -> Tensor:  # fmt: skip
         state = self._layer(layer).state
-        o, factors = verify(q, k, v, g, beta, self.tree, state, None, "auto", True)
+        o, factors = verify(
+            q, k, v, g, beta, self.tree, state, rule.scale, "auto", rule.normalise, rule.delta
+        )
         commit(state, factors, self.root, self.count)
         return o
 

@@ -15,8 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specla.models.config import GatedDeltaNetConfig
+from specla.models.fla_layout import gated_deltanet
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.loader import check_room, checkpoint_shapes, load_target, resolve_dtype, save_target
+from specla.models.loader import check_room, load_target, resolve_dtype, save_target
 from specla.tree import Tree
 from tests.models.naive_forward import logits as naive_logits
 
@@ -121,8 +122,12 @@ def test_variant_survives_saving_and_loading(name: str, tmp_path: Path):
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[key], theirs[key]) for key in ours)
     stored = load_file(tmp_path / "model.safetensors")
-    shapes = checkpoint_shapes(model.config)
-    assert all(tuple(tensor.shape) == shapes[key] for key, tensor in stored.items())
+    shapes = {
+        part: shape
+        for source in gated_deltanet(model.config).values()
+        for part, shape in source.shapes.items()
+    }
+    assert {key: tuple(tensor.shape) for key, tensor in stored.items()} == shapes
     if model.config.tie_word_embeddings:
         assert "lm_head.weight" not in stored
 
@@ -267,7 +272,9 @@ def test_missing_and_unexpected_weights_are_named(tmp_path: Path):
      ({"conv_size": 3}, ("conv1d", "[8, 1, 4]", "[8, 1, 3]")),
      ({"num_v_heads": 4}, ("shape",)),
      ({"attn": GLOBAL}, ("attn",)),
-     ({"model_type": "mamba2"}, ("mamba2", "gated_deltanet")),
+     ({"model_type": "llama"}, ("'llama' is not supported", "gated_deltanet", "qwen3_next")),
+     ({"architectures": ["GatedDeltaNetModel"]}, ("GatedDeltaNetModel", "GatedDeltaNetForCausalLM")),
+     ({"architectures": "GatedDeltaNetForCausalLM"}, ("architectures", "GatedDeltaNetForCausalLM")),
      ({"model_type": None}, ("model_type",))],
     ids=str,
 )  # fmt: skip

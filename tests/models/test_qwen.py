@@ -128,7 +128,7 @@ def test_missing_and_unexpected_weights_are_named(name: str, tmp_path: Path):
         ({"num_experts": 5}, ["model.layers.0.mlp.gate.weight", "[4, 24]", "[5, 24]"]),
         ({"num_experts": 0}, ["missing", "model.layers.0.mlp.down_proj.weight"]),
         ({"hidden_size": 32}, ["has shape", "config.json asks for"]),
-        ({"model_type": "qwen3_5_text"}, ["missing", "linear_attn.in_proj_a.weight"]),
+        ({"model_type": "qwen3_5_text", "architectures": None}, ["missing", "linear_attn.in_proj_a.weight"]),
     ],
 )
 def test_a_configuration_that_contradicts_the_weights(
@@ -163,8 +163,8 @@ def test_a_configuration_that_contradicts_the_weights(
         ({"mlp_only_layers": [4]}, ["mlp_only_layers [4]"]),
         ({"decoder_sparse_step": 0}, ["decoder_sparse_step"]),
         ({"eos_token_id": 61}, ["eos_token_id", "61"]),
-        ({"model_type": "qwen3_5"}, ["text_config"]),
-        ({"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3"}}, ["text_config"]),
+        ({"model_type": "qwen3_5", "architectures": None}, ["text_config"]),
+        ({"model_type": "qwen3_5_moe", "architectures": None, "text_config": {"model_type": "qwen3"}}, ["text_config"]),
         ({"model_type": "llama"}, ["'llama'", "gated_deltanet", "qwen3_next", "qwen3_5"]),
     ],
 )  # fmt: skip

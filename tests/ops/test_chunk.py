@@ -11,8 +11,9 @@ from hypothesis import given, strategies as st
 from specla.ops import chunk_gated_delta, gated_delta_commit, gated_delta_verify
 from specla.ops.naive import naive_chunk_gated_delta
 from specla.tree import Tree
-from tests.ops.strategies import DECAYS, CountOps, close, make_inputs, same_bits
+from tests.ops.strategies import CHANNEL_DECAYS, DECAYS, CountOps, close, make_inputs, same_bits
 
+ANY_DECAY = (*DECAYS, *CHANNEL_DECAYS)
 TENSORS = ("q", "k", "v", "g", "beta", "initial_state")
 
 
@@ -27,7 +28,7 @@ def sequences(draw: st.DrawFn, max_length: int = 200) -> dict[str, Any]:
     )
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     repeated, fused = draw(st.integers(0, 4)) == 0, draw(st.booleans())
-    decay = draw(st.sampled_from(DECAYS))
+    decay = draw(st.sampled_from(ANY_DECAY))
     call = make_inputs(rng, batch, length, heads, dims, decay, torch.float64, repeated=repeated, fused=fused)
     if draw(st.booleans()):
         call["initial_state"] = torch.randn(
@@ -35,6 +36,10 @@ def sequences(draw: st.DrawFn, max_length: int = 200) -> dict[str, Any]:
         )
     call["scale"] = draw(st.sampled_from([None, 1.0, 0.3]))
     call["use_qk_l2norm_in_kernel"] = draw(st.booleans())
+    call["delta"] = draw(st.booleans())
+    if draw(st.integers(0, 3)) == 0:
+        bounded = not call["delta"] or call["use_qk_l2norm_in_kernel"]  # else errors grow from token to token
+        call["beta"] = None if bounded else call["beta"]
     return call
 
 
@@ -79,9 +84,11 @@ def test_two_calls_joined_by_the_state_equal_one(call: dict[str, Any], cut: int)
     close(state, final)
 
 
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("decay", ["none", "mild", "channel-mild"])
 @pytest.mark.parametrize("mode", ["serial", "parallel", "hybrid"])
-def test_prefill_and_verification_compute_the_same(mode: str) -> None:
-    call = fixed(40)
+def test_prefill_and_verification_compute_the_same(mode: str, decay: str, delta: bool) -> None:
+    call = fixed(40, decay=decay, delta=delta)
     o, final = chunk_gated_delta(**call, chunk_size=16)
     state = call.pop("initial_state").clone()
     o_tree, factors = gated_delta_verify(**call, tree=Tree.chain(40, batch=2), state=state, mode=mode)
@@ -115,10 +122,11 @@ def gradients(op: Any, call: dict[str, Any]) -> dict[str, torch.Tensor]:
     return {n: x.grad for n, x in leaves.items() if x.grad is not None}
 
 
-@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("decay", ANY_DECAY)
 @pytest.mark.parametrize("length", [64, 70, 130])
-def test_gradients_equal_those_of_the_naive_loop(length: int, decay: str) -> None:
-    call = fixed(length, decay=decay, use_qk_l2norm_in_kernel=True)
+def test_gradients_equal_those_of_the_naive_loop(length: int, decay: str, delta: bool) -> None:
+    call = fixed(length, decay=decay, use_qk_l2norm_in_kernel=True, delta=delta)
     got, want = gradients(chunk_gated_delta, call), gradients(naive_chunk_gated_delta, call)
     assert got.keys() == want.keys() and set(want) >= {"q", "k", "v", "beta", "initial_state"}
     for name in want:
@@ -126,7 +134,8 @@ def test_gradients_equal_those_of_the_naive_loop(length: int, decay: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("decay", "repeated"), [("strong", False), ("none", True), ("mild", True), ("mild", False)]
+    ("decay", "repeated"),
+    [("strong", False), ("none", True), ("mild", True), ("mild", False), ("channel-strong", False)],
 )
 def test_float32_stays_near_float64_for_strong_decay_and_repeated_keys(decay: str, repeated: bool) -> None:
     call = fixed(200, torch.float32, decay, repeated=repeated, use_qk_l2norm_in_kernel=True)
@@ -185,7 +194,8 @@ def test_prefill_runs_far_fewer_operations_than_tokens() -> None:
         {"v": torch.zeros(2, 4, 2, 5)},
         {"v": torch.zeros(2, 3, 10)},
         {"g": torch.zeros(2, 3, 1)},
-        {"g": torch.zeros(2, 3, 2, 4)},
+        {"g": torch.zeros(2, 3, 2, 5)},
+        {"g": torch.zeros(2, 3, 1, 4)},
         {"beta": torch.zeros(2, 3, 1)},
         {"beta": torch.zeros(1, 3, 2)},
         {"initial_state": torch.zeros(2, 2, 4, 5)},

@@ -1,0 +1,53 @@
+"""Which targets there are: for each `model_type` its configuration, its model, and where its parameters come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from specla.models import fla_layout, qwen_layout
+from specla.models.config import GatedDeltaNetConfig, ModelConfig
+from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.language_model import LanguageModel
+from specla.models.qwen import Qwen
+from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
+from specla.models.source import Source
+
+
+class Architecture(NamedTuple):
+    """How to read a checkpoint as a target."""
+
+    config: Callable[[Mapping[str, Any]], ModelConfig]  # from the content of config.json
+    model: Callable[[Any], LanguageModel]
+    sources: Callable[[Any, Collection[str]], dict[str, Source]]  # given the names of all stored tensors
+    classes: tuple[str, ...]  # what `architectures` may name
+    unused: tuple[str, ...] = ()  # how names of tensors begin that a target passes over
+
+
+ARCHITECTURES: dict[str, Architecture] = {
+    GatedDeltaNetConfig.model_type: Architecture(
+        GatedDeltaNetConfig.from_dict, GatedDeltaNet, lambda config, stored: fla_layout.gated_deltanet(config),
+        (GatedDeltaNetConfig.architecture,),
+    ),
+    **{
+        kind: Architecture(QwenConfig.from_dict, Qwen, qwen_layout.sources, CLASSES[kind], qwen_layout.UNUSED)
+        for kind in QWEN_TYPES
+    },
+}  # fmt: skip
+
+
+def architecture_of(raw: Mapping[str, Any]) -> Architecture:
+    """That of a checkpoint with this `config.json`.
+
+    Raises:
+        ValueError: for one that is not supported, with the list of those that are.
+    """
+    kind, named = raw.get("model_type"), raw.get("architectures")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    found = ARCHITECTURES[kind]
+    if named is not None and (not isinstance(named, list) or not set(map(str, named)) <= set(found.classes)):
+        raise ValueError(
+            f"architectures {named!r} of model_type {kind} is not supported; supported are {', '.join(found.classes)}"
+        )
+    return found
