@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from specla.models import fla_layout, qwen_layout
+from specla.models import fla_layout, qwen_layout, rwkv7_layout
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.language_model import LanguageModel
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
+from specla.models.rwkv7 import Rwkv7
+from specla.models.rwkv7_config import Rwkv7Config
 from specla.models.source import Source
 
 
@@ -28,6 +30,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     GatedDeltaNetConfig.model_type: Architecture(
         GatedDeltaNetConfig.from_dict, GatedDeltaNet, lambda config, stored: fla_layout.gated_deltanet(config),
         (GatedDeltaNetConfig.architecture,),
+    ),
+    Rwkv7Config.model_type: Architecture(
+        Rwkv7Config.from_dict, Rwkv7, rwkv7_layout.sources, (Rwkv7Config.architecture,)
     ),
     **{
         kind: Architecture(QwenConfig.from_dict, Qwen, qwen_layout.sources, CLASSES[kind], qwen_layout.UNUSED)

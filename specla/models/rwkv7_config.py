@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from specla.models.config import (
     MOST_LAYERS,
     UNSUPPORTED,
     check_bool,
     check_number,
+    check_one_of,
     check_size,
     check_special,
 )
 
-RWKV7, ARCHITECTURE = "rwkv7", "RWKV7ForCausalLM"
 ACTIVATION = "sqrelu"
 
 
@@ -33,6 +33,9 @@ class Rwkv7Config:
     Raises:
         ValueError: for a value that contradicts another or that specla does not implement.
     """
+
+    model_type: ClassVar[str] = "rwkv7"
+    architecture: ClassVar[str] = "RWKV7ForCausalLM"
 
     vocab_size: int = 32000
     hidden_size: int = 2048
@@ -88,8 +91,7 @@ class Rwkv7Config:
                 f"config.json: value_dim {self.values} must be a multiple of hidden_size {self.hidden_size}"
             )
         check_size("the size of channel mixing", self.mlp_dim)
-        if self.hidden_act != ACTIVATION:
-            raise ValueError(f"config.json: hidden_act must be {ACTIVATION}, got {self.hidden_act!r}")
+        check_one_of("hidden_act", self.hidden_act, (ACTIVATION,))
 
     @property
     def heads(self) -> int:
@@ -121,14 +123,14 @@ class Rwkv7Config:
         return -(-int(self.hidden_size * ratio) // 32) * 32
 
     @property
-    def architecture(self) -> str:
-        return ARCHITECTURE
+    def output_gate(self) -> str:
+        return f"of rank {self.gate_low_rank_dim}"
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Rwkv7Config:
         """Read a `config.json`; fields that do not change the computation (kernel choices, training) are left out."""
-        if raw.get("model_type") != RWKV7:
-            raise ValueError(f"model_type {raw.get('model_type')!r} is not {RWKV7!r}")
+        if raw.get("model_type") != cls.model_type:
+            raise ValueError(f"model_type must be {cls.model_type!r} here, got {raw.get('model_type')!r}")
         for name, what in UNSUPPORTED.items():
             if raw.get(name) is not None:
                 raise ValueError(f"config.json: {name} ({what}) is not supported")
@@ -148,7 +150,7 @@ class Rwkv7Config:
         raw = asdict(self)
         eos = raw["eos_token_id"]
         raw["eos_token_id"] = list(eos) if isinstance(eos, tuple) else eos
-        return {"architectures": [ARCHITECTURE], "model_type": RWKV7, **raw}
+        return {"architectures": [self.architecture], "model_type": self.model_type, **raw}
 
 
 def _one_size(sizes: list[Any], values: Mapping[str, Any]) -> Any:
