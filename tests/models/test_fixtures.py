@@ -26,8 +26,9 @@ from tests.data.qwen.make import COMMITTED
 DATA = Path(__file__).parent.parent / "data"
 FLA = [f"fla/{name}" for name in ("conv3", "expand2", "gva", "nogate", "nullinter", "plain", "tied")]
 QWEN = [f"qwen/{name}" for name in sorted(COMMITTED)]
-VARIANTS = FLA + QWEN
-CLOSE = dict.fromkeys(FLA, 2e-4) | dict.fromkeys(QWEN, 1e-4)
+FAMILY = [f"family/{name}" for name in ("rwkv7", "rwkv7_plain_norms")]
+VARIANTS = FLA + FAMILY + QWEN
+CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN, 1e-4)
 PROMPT = 16
 
 
@@ -47,7 +48,11 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def test_every_variant_is_there():
-    found = [f"{p.parent.name}/{p.name}" for kind in ("fla", "qwen") for p in sorted((DATA / kind).iterdir())]
+    found = [
+        f"{p.parent.name}/{p.name}"
+        for kind in ("fla", "family", "qwen")
+        for p in sorted((DATA / kind).iterdir())
+    ]
     assert [name for name in found if (DATA / name / "config.json").exists()] == VARIANTS
 
 
@@ -57,7 +62,7 @@ def test_logits_of_a_whole_text(variant: str):
     with torch.inference_mode():
         logits = model.logits(model(answer["input_ids"]))
     assert difference(logits, answer["logits"]) < CLOSE[variant]
-    if variant in FLA:
+    if variant not in QWEN:
         assert difference(logits, answer["logits_recurrent"]) < CLOSE[variant]
 
 
