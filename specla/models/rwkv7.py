@@ -64,16 +64,16 @@ class TimeMixing(nn.Module):
     def __init__(self, config: Rwkv7Config, layer: int):
         super().__init__()
         self.config, self.layer = config, layer
-        hidden, values = config.hidden_size, config.values
+        hidden, values, ranks = config.hidden_size, config.values, config.ranks
         self.mix = nn.Parameter(torch.empty(6 * hidden))  # r, w, k, v, a, g
         self.r_proj = Linear(hidden, hidden)
         self.k_proj = Linear(hidden, hidden)
         self.v_proj = Linear(hidden, values)
         self.o_proj = Linear(values, hidden)
-        self.decay = LowRank(hidden, config.decay_low_rank_dim, hidden, torch.tanh)
-        self.rate = LowRank(hidden, config.a_low_rank_dim, hidden)
-        self.gate = LowRank(hidden, config.gate_low_rank_dim, values, sigmoid, bias=False)
-        self.share = LowRank(hidden, config.v_low_rank_dim, values) if layer else None
+        self.decay = LowRank(hidden, ranks["w"], hidden, torch.tanh)
+        self.rate = LowRank(hidden, ranks["a"], hidden)
+        self.gate = LowRank(hidden, ranks["g"], values, sigmoid, bias=False)
+        self.share = LowRank(hidden, ranks["v"], values) if layer else None
         self.k_k = nn.Parameter(torch.empty(hidden))
         self.k_a = nn.Parameter(torch.empty(hidden))
         self.r_k = nn.Parameter(torch.empty(hidden))

@@ -26,7 +26,7 @@ class Rwkv7Config:
     Args:
         head_dim, num_heads: either may be null, not both; the heads make up `hidden_size`.
         value_dim: of all heads, one number for every layer: layers add the first one's values to their own.
-        *_low_rank_dim: inner sizes of the projections for decay, gate, removal rate and values.
+        *_low_rank_dim: inner sizes of the projections for decay, gate, removal rate and values; null: by `ranks`.
         norm_first: a norm of the embeddings, before the first layer.
         fuse_norm: removal keys are divided by `sqrt(|k|^2 + 1e-6)` rather than by `max(|k|, 1e-12)`.
 
@@ -43,10 +43,10 @@ class Rwkv7Config:
     head_dim: int | None = 64
     num_heads: int | None = None
     value_dim: int | None = None
-    decay_low_rank_dim: int = 64
-    gate_low_rank_dim: int = 128
-    a_low_rank_dim: int = 64
-    v_low_rank_dim: int = 16
+    decay_low_rank_dim: int | None = 64
+    gate_low_rank_dim: int | None = 128
+    a_low_rank_dim: int | None = 64
+    v_low_rank_dim: int | None = 16
     hidden_ratio: float | None = 4
     intermediate_size: int | None = None
     hidden_act: str = ACTIVATION
@@ -61,10 +61,10 @@ class Rwkv7Config:
     eos_token_id: int | tuple[int, ...] | None = 2
 
     def __post_init__(self) -> None:
-        ranks = [f"{x}_low_rank_dim" for x in ("decay", "gate", "a", "v")]
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", *ranks):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
             check_size(name, getattr(self, name))
-        for name in ("head_dim", "num_heads", "value_dim", "intermediate_size"):
+        ranks = [f"{x}_low_rank_dim" for x in ("decay", "gate", "a", "v")]
+        for name in ("head_dim", "num_heads", "value_dim", "intermediate_size", *ranks):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         for name in ("norm_first", "norm_bias", "fuse_norm", "tie_word_embeddings"):
@@ -124,7 +124,23 @@ class Rwkv7Config:
 
     @property
     def output_gate(self) -> str:
-        return f"of rank {self.gate_low_rank_dim}"
+        return f"of rank {self.ranks['g']}"
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Inner sizes of the low-rank projections, by the letters of a checkpoint: w is the decay's."""
+        root, factor = self.hidden_size**0.5, self.key_head_dim / 64
+        by_size = {
+            "w": 2.5 * root * factor,
+            "g": 5 * root,
+            "a": 2.5 * root * factor,
+            "v": 1.7 * root * factor,
+        }
+        given = (self.decay_low_rank_dim, self.gate_low_rank_dim, self.a_low_rank_dim, self.v_low_rank_dim)
+        return {
+            letter: max(32, round(size / 32) * 32) if rank is None else rank
+            for (letter, size), rank in zip(by_size.items(), given, strict=True)
+        }
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Rwkv7Config:

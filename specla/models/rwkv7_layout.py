@@ -51,15 +51,11 @@ def _time_mixing(config: Rwkv7Config, layer: int, joined: bool) -> dict[str, Sha
     shapes |= {name: {name: (hidden,)} for name in ("k_k", "k_a")}
     shapes["r_k"] = {"r_k": (config.heads, config.key_head_dim)}
     shapes |= {f"norm_{leaf}": {f"g_norm.{leaf}": (values,)} for leaf in ("weight", "bias")}
-    low_rank = {
-        "decay": ("w", config.decay_low_rank_dim, hidden),
-        "rate": ("a", config.a_low_rank_dim, hidden),
-        "gate": ("g", config.gate_low_rank_dim, values),
-    }
+    low_rank = {"decay": ("w", hidden), "rate": ("a", hidden), "gate": ("g", values)}
     if layer:
-        low_rank["share"] = ("v", config.v_low_rank_dim, values)
-    for ours, (letter, rank, out) in low_rank.items():
-        theirs = f"{letter}_lora.lora"
+        low_rank["share"] = ("v", values)
+    for ours, (letter, out) in low_rank.items():
+        theirs, rank = f"{letter}_lora.lora", config.ranks[letter]
         shapes[f"{ours}.down.weight"] = {f"{theirs}.0.weight": (rank, hidden)}
         shapes[f"{ours}.up.weight"] = {f"{theirs}.2.weight": (out, rank)}
         if ours != "gate":

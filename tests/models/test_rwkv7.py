@@ -37,6 +37,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "wide values": {"value_dim": 32},
     "values layer by layer": {"value_dim": [16, 16, 16]},
     "tied": {"tie_word_embeddings": True},
+    "ranks by size": dict.fromkeys(
+        ("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim")
+    ),
     "null intermediate": {"intermediate_size": None, "hidden_ratio": None},
     "other ratio": {"intermediate_size": None, "hidden_ratio": 2.5, "norm_eps": 1e-3},
 }
@@ -169,7 +172,7 @@ def test_a_configuration_that_contradicts_the_weights(
      ({"value_dim": [16]}, ("value_dim has 1 entries", "num_hidden_layers is 3")),
      ({"value_dim": []}, ("value_dim has 0 entries",)),
      ({"value_dim": ["16"] * 3}, ("value_dim", "'16'")),
-     ({"decay_low_rank_dim": None}, ("decay_low_rank_dim", "None")),
+     ({"decay_low_rank_dim": "8"}, ("decay_low_rank_dim", "'8'")),
      ({"v_low_rank_dim": 0}, ("v_low_rank_dim", "0")),
      ({"norm_first": 1}, ("norm_first", "true or false")),
      ({"norm_bias": None}, ("norm_bias", "true or false")),
@@ -193,7 +196,16 @@ def test_a_configuration_survives_being_written():
     for variant in RWKV7:
         config = make_rwkv7_config(variant, eos_token_id=[3, 4])
         assert Rwkv7Config.from_dict(json.loads(json.dumps(config.to_dict()))) == config
-    assert Rwkv7Config().mlp_dim == 8192 and Rwkv7Config().heads == 32
+
+
+def test_sizes_that_a_configuration_leaves_open_are_the_librarys():
+    config = Rwkv7Config(
+        **dict.fromkeys(("decay_low_rank_dim", "gate_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim"))
+    )
+    assert config.ranks == {"w": 128, "g": 224, "a": 128, "v": 64}
+    assert Rwkv7Config().ranks == {"w": 64, "g": 128, "a": 64, "v": 16}
+    assert (config.mlp_dim, config.heads, config.values) == (8192, 32, 2048)
+    assert Rwkv7Config(hidden_size=96, head_dim=32, hidden_ratio=3.1).mlp_dim == 320
 
 
 def test_memory_of_a_sequence_and_of_a_draft_node():
