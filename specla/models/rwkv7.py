@@ -125,7 +125,8 @@ class ChannelMixing(nn.Module):
 
     def forward(self, x: Tensor, past: TargetPast) -> Tensor:
         moved = past.previous(self.layer, x, first=self.hidden_size) - x
-        return self.value(torch.relu(self.key(x + moved * self.mix)).square())
+        key = torch.relu(self.key(x + moved * self.mix))
+        return self.value(key * key)
 
 
 class LowRank(nn.Module):

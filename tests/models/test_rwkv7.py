@@ -221,6 +221,7 @@ def test_the_facts_that_info_prints(tmp_path: Path):
     facts = describe(tmp_path, "cpu", "float32")
     assert facts["architecture"] == "RWKV7ForCausalLM (rwkv7)"
     assert facts["heads"] == "4 key x 4, 4 value x 4"
+    assert facts["convolution"] == "none, token shift" and facts["output_gate"] == "of rank 5"
 
 
 def test_the_state_of_a_long_text_is_that_of_one_token_after_another():
