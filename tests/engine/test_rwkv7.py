@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specla.engine.params import SamplingParams
+from specla.tree import Tree
 from tests.engine import (
     test_identity as identity,
     test_prefill as prefill,
@@ -15,7 +16,7 @@ from tests.engine import (
     test_slots as slots,
     test_stops as stops,
 )
-from tests.targets import RWKV7
+from tests.targets import RWKV7, committed, distance, make_target, prompt, take
 from tests.train import test_rollouts as rollouts
 
 every_variant = pytest.mark.parametrize("variant", RWKV7)
@@ -111,3 +112,21 @@ def test_a_text_goes_on_with_more_tokens(extra: int) -> None:
 def test_a_drafters_training_sees_the_features_of_verification(variant: str) -> None:
     rollouts.test_features_and_hidden_are_verifications_bit_for_bit(variant)
     rollouts.test_features_and_hidden_are_those_of_a_whole_text(variant)
+
+
+def test_kernels_commit_half_nodes_and_both_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    target, left = make_target("rwkv7"), []
+    for kernels in (False, True):
+        pool = target.new_pool(3, 7)
+        for slot in (pool.alloc(), pool.alloc(), pool.alloc()):
+            target.prefill(torch.tensor(prompt(9, slot)), slot, pool)
+        tokens = torch.tensor([prompt(7, 5), prompt(7, 6)])
+        target.verify(tokens, Tree([[-1, 0, 0, 1, 3, 2, 2], [-1, 0, 1, 2, 3, 4, 5]]), [2, 0], pool)
+        take(pool, [2, 0], [[0, 1, 3], [0]])
+        monkeypatch.setattr("specla.ops.triton.takes_heads", lambda state, by=kernels: by)
+        pool.flush([2, 0])
+        monkeypatch.undo()
+        left.append([x for slot in range(3) for x in committed(pool, slot)])
+    assert distance(left[1], left[0]) < 1e-6
+    assert all(torch.equal(a, b) for a, b in zip(*(x[1::2] for x in left), strict=True))  # windows
