@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from specla.drafters.checkpoint import save_drafter
 from specla.drafters.network import Eagle
+from specla.models.architectures import ARCHITECTURES
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import save_target
@@ -66,3 +70,19 @@ def save_companion(
     network = make_eagle(target, kind, dtype=torch.float32, **changes)
     save_drafter(network, directory / "drafter", "target", dtype=dtype)
     return network
+
+
+def write_random(directory: Path, raw: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Write a checkpoint of any target, by its `config.json`, whose every tensor is random."""
+    architecture = ARCHITECTURES[raw["model_type"]]
+    sources = architecture.sources(architecture.config(raw), ())
+    rng = torch.Generator().manual_seed(seed)
+    weights = {}
+    for source in sources.values():
+        for name, shape in source.shapes.items():
+            noise = torch.randn(shape, generator=rng)
+            weights[name] = 1 + 0.3 * noise if "norm" in name else 0.3 * noise
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    save_file(weights, directory / "model.safetensors")
+    return weights

@@ -55,6 +55,38 @@ QWEN: dict[str, dict[str, Any]] = {
     "qwen_next": {"model_type": "qwen3_next", "num_hidden_layers": 3, "full_attention_interval": 3,
                   "mlp_only_layers": [1], "norm_topk_prob": False, "tie_word_embeddings": True},
 }  # fmt: skip
+# Models of the family, each with what changes its computation.
+FAMILY: dict[str, dict[str, Any]] = {
+    "delta_net": {"model_type": "delta_net"},
+    "delta_net_relu": {"model_type": "delta_net", "qk_activation": "relu", "use_gate": True, "expand_k": 0.5},
+    "delta_net_elu": {
+        "model_type": "delta_net", "qk_activation": "elu", "qk_norm": "sum", "allow_neg_eigval": True, "expand_v": 2.0,
+    },
+    "delta_net_bare": {
+        "model_type": "delta_net", "use_short_conv": False, "use_beta": False, "tie_word_embeddings": True,
+        "intermediate_size": None, "hidden_ratio": 1,
+    },
+    "delta_net_still": {
+        "model_type": "delta_net", "qk_activation": "identity", "use_beta": False, "allow_neg_eigval": True,
+        "conv_size": 2,
+    },
+    "delta_net_hybrid": {"model_type": "delta_net", "num_hidden_layers": 3, "attn": {**_ATTENTION, "layers": [1]}},
+    "gla": {"model_type": "gla"},
+    "gla_conv": {
+        "model_type": "gla", "use_short_conv": True, "num_kv_heads": 1, "clamp_min": -0.03, "feature_map": "relu",
+        "expand_k": 1.0,
+    },
+    "gla_ungated": {
+        "model_type": "gla", "use_output_gate": False, "elementwise_affine": False, "feature_map": "sigmoid",
+        "expand_v": 2.0,
+    },
+    "gla_hybrid": {"model_type": "gla", "attn": {**_ATTENTION, "layers": [0], "window_size": 7}},
+    "retnet": {"model_type": "retnet"},
+    "retnet_grouped": {
+        "model_type": "retnet", "num_kv_heads": 1, "use_output_gate": False, "feature_map": "swish", "expand_v": 1.0,
+    },
+    "retnet_hybrid": {"model_type": "retnet", "attn": {**_ATTENTION, "layers": [1]}, "tie_word_embeddings": True},
+}  # fmt: skip
 RWKV7: dict[str, dict[str, Any]] = {
     "rwkv7": {},
     "rwkv7_bare": {"norm_first": False, "norm_bias": False, "fuse_norm": False, "tie_word_embeddings": True},
@@ -83,6 +115,20 @@ def make_qwen_config(variant: str, **changes: Any) -> QwenConfig:
     return QwenConfig.from_dict({**raw, **QWEN[variant], **changes})
 
 
+def family_raw(variant: str, **changes: Any) -> dict[str, Any]:
+    """The content of a config.json for a model of the family."""
+    raw: dict[str, Any] = {
+        "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 2, "intermediate_size": 40,
+        "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return {**raw, **FAMILY[variant], **changes}
+
+
+def make_family_config(variant: str, **changes: Any) -> ModelConfig:
+    raw = family_raw(variant, **changes)
+    return ARCHITECTURES[raw["model_type"]].config(raw)
+
+
 def make_rwkv7_config(variant: str = "rwkv7", **changes: Any) -> Rwkv7Config:
     raw: dict[str, Any] = {
         "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8,
@@ -96,7 +142,8 @@ def make_rwkv7_config(variant: str = "rwkv7", **changes: Any) -> Rwkv7Config:
 def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target, shared between tests: never write to it. Decay is slowed so that states remember."""
     makers = dict.fromkeys(QWEN, make_qwen_config) | dict.fromkeys(RWKV7, make_rwkv7_config)
-    return build_target(makers.get(variant, make_config)(variant), dtype, seed)
+    make = make_family_config if variant in FAMILY else makers.get(variant, make_config)
+    return build_target(make(variant), dtype, seed)
 
 
 def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
@@ -108,7 +155,7 @@ def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: 
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
                 weight.uniform_(-3, 1, generator=generator)
-            elif name.endswith(("conv_bias", "qkv_bias", "r_k")):
+            elif name.endswith(("_bias", "r_k")) and not name.endswith("dt_bias"):
                 weight.normal_(0, 0.3, generator=generator)
             elif name.endswith(".mix"):
                 weight.uniform_(0, 1, generator=generator)

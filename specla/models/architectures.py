@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 from specla.models import fla_layout, qwen_layout, rwkv7_layout
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
+from specla.models.delta_net import DeltaNet, DeltaNetConfig, delta_net
 from specla.models.gated_deltanet import GatedDeltaNet
+from specla.models.gla import GLA, GLAConfig, gla
 from specla.models.language_model import LanguageModel
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
+from specla.models.retnet import RetNet, RetNetConfig, retnet
 from specla.models.rwkv7 import Rwkv7
 from specla.models.rwkv7_config import Rwkv7Config
 from specla.models.source import Source
@@ -31,6 +34,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         GatedDeltaNetConfig.from_dict, GatedDeltaNet, lambda config, stored: fla_layout.gated_deltanet(config),
         (GatedDeltaNetConfig.architecture,),
     ),
+    DeltaNetConfig.model_type: Architecture(
+        DeltaNetConfig.from_dict, DeltaNet, lambda config, stored: delta_net(config), (DeltaNetConfig.architecture,)
+    ),
+    GLAConfig.model_type: Architecture(GLAConfig.from_dict, GLA, gla, (GLAConfig.architecture,)),
+    RetNetConfig.model_type: Architecture(RetNetConfig.from_dict, RetNet, retnet, (RetNetConfig.architecture,)),
     Rwkv7Config.model_type: Architecture(
         Rwkv7Config.from_dict, Rwkv7, rwkv7_layout.sources, (Rwkv7Config.architecture,)
     ),

@@ -273,6 +273,13 @@ def check_whole(name: str, value: float) -> None:
         raise ValueError(f"config.json: {name} = {value} is not an integer")
 
 
+def check_heads(name: str, size: float, heads: int) -> None:
+    """All heads of a layer: a product with a fraction, which they share equally."""
+    check_whole(name, size)
+    if round(size) % heads:
+        raise ValueError(f"config.json: {name} = {round(size)} is no multiple of num_heads {heads}")
+
+
 def check_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"config.json: {name} must be one of {', '.join(allowed)}, got {value!r}")

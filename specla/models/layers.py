@@ -5,12 +5,13 @@ Projections that read the same input are one weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from specla.models.config import AttentionConfig, GatedDeltaNetConfig
+from specla.models.config import AttentionConfig, FlaConfig, GatedDeltaNetConfig
 from specla.models.past import Past, TargetPast
 from specla.ops.attention import rotary
 from specla.ops.elementwise import sigmoid, silu, softplus
@@ -77,7 +78,7 @@ def draw_weights(module: nn.Module, deviation: float, generator: torch.Generator
         elif leaf == "conv_weight":
             bound = weight.shape[1] ** -0.5
             weight.uniform_(-bound, bound, generator=generator)
-        elif leaf in ("conv_bias", "qkv_bias"):
+        elif leaf in ("conv_bias", "qkv_bias", "decay_bias"):
             weight.zero_()
         elif weight.dim() > 1:
             weight.normal_(0, deviation, generator=generator)
@@ -247,3 +248,15 @@ class Block(nn.Module):
     def forward(self, x: Tensor, past: TargetPast) -> Tensor:
         x = x + self.attn(self.attn_norm(x), past)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def blocks(config: FlaConfig, mixer: Callable[[int], nn.Module]) -> list[Block]:
+    """Those of a model in flash-linear-attention's shape: attention where the configuration has some, else a mixer."""
+    made = []
+    for i in range(config.num_hidden_layers):
+        spec = config.attention(i)
+        attn = mixer(i) if spec is None else AttentionMixer(config.hidden_size, spec, i)
+        made.append(
+            Block(config.hidden_size, config.norm_eps, attn, SwiGLU(config.hidden_size, config.mlp_dim))
+        )
+    return made

@@ -26,6 +26,20 @@ def softplus(x: Tensor) -> Tensor:
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
+def logsigmoid(x: Tensor) -> Tensor:
+    return -softplus(-x)
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """`x + 1` above 0, `exp(x)` below."""
+    return torch.where(x >= 0, x + 1, torch.exp(x.clamp(max=0)))
+
+
+def sum_norm(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """`x / sum(|x|)` over the last dimension."""
+    return x / x.abs().sum(-1, keepdim=True).clamp(min=eps)
+
+
 def l2norm(x: Tensor, eps: float = L2_EPS) -> Tensor:
     """`x / sqrt(sum(x^2) + eps)` over the last dimension."""
     return x / torch.sqrt((x * x).sum(-1, keepdim=True) + eps)

@@ -12,6 +12,7 @@ from specla.drafters.eagle import EagleDrafter
 from specla.engine.params import SamplingParams
 from tests.drafters.eagles import make_eagle
 from tests.targets import (
+    FAMILY,
     QWEN,
     RECURRENT,
     VARIANTS,
@@ -77,7 +78,7 @@ def test_tokens_equal_those_of_plain_decoding(
 
 
 def test_texts_of_the_targets_are_not_trivial() -> None:
-    for variant in [*VARIANTS, *QWEN]:
+    for variant in [*VARIANTS, *QWEN, *FAMILY]:
         greedy, warm = (plain(variant, torch.float32, 5, params).outputs for params in (GREEDY, WARM))
         assert len({token for output in greedy for token in output}) > 15, variant
         assert all(len(set(output)) > 8 for output in warm), variant
@@ -86,7 +87,7 @@ def test_texts_of_the_targets_are_not_trivial() -> None:
 
 @pytest.mark.parametrize("mode", ["serial", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY])
 def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torch.dtype, mode: str) -> None:
     params = GREEDY if mode == "serial" else WARM
     want = plain(variant, dtype, 5, params)
@@ -102,8 +103,8 @@ def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torc
 @pytest.mark.parametrize("params", [GREEDY, WARM], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
 @pytest.mark.parametrize("name", ["ngram", "synthetic 0.7", "eagle delta"])
-@pytest.mark.parametrize("variant", ["qwen_dense", "qwen_next"])
-def test_tokens_of_qwens_equal_those_of_plain_decoding(
+@pytest.mark.parametrize("variant", ["qwen_dense", "qwen_next", "delta_net", "gla", "retnet"])
+def test_tokens_of_other_targets_equal_those_of_plain_decoding(
     variant: str, name: str, mode: str, params: SamplingParams, batch: int
 ) -> None:
     dtype = torch.float64 if mode == "parallel" else torch.float32

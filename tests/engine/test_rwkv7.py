@@ -29,7 +29,7 @@ every_variant = pytest.mark.parametrize("variant", RWKV7)
 def test_tokens_equal_those_of_plain_decoding(
     name: str, mode: str, params: SamplingParams, batch: int
 ) -> None:
-    identity.test_tokens_of_qwens_equal_those_of_plain_decoding("rwkv7", name, mode, params, batch)
+    identity.test_tokens_of_other_targets_equal_those_of_plain_decoding("rwkv7", name, mode, params, batch)
 
 
 @every_variant

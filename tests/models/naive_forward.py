@@ -6,14 +6,22 @@ Shares no code with specla: loops and dictionaries, so that what it computes can
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Mixer = Callable[[dict[str, Any], dict[str, Tensor], list[Tensor]], list[Tensor]]
 
-def logits(raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """`[T, vocab]` of a text, from a config.json's content and the checkpoint's tensors."""
+
+def logits(
+    raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int], mixer: Mixer | None = None
+) -> Tensor:
+    """`[T, vocab]` of a text, from a config.json's content and the checkpoint's tensors.
+
+    mixer: what its recurrent layers compute; those of Gated DeltaNet by default.
+    """
     w = {name: tensor.double() for name, tensor in weights.items()}
     eps = raw["norm_eps"]
     xs = [w["model.embeddings.weight"][i] for i in ids]
@@ -26,15 +34,15 @@ def logits(raw: dict[str, Any], weights: dict[str, Tensor], ids: list[int]) -> T
             if f"model.layers.{layer}." in name
         }
         spec = next((s for s in specs if layer in s["layers"]), None)
-        normed = [_norm(x, p["attn_norm.weight"], eps) for x in xs]
-        mixed = _delta(raw, p, normed) if spec is None else _attention(spec, p, normed)
+        normed = [norm(x, p["attn_norm.weight"], eps) for x in xs]
+        mixed = (mixer or _delta)(raw, p, normed) if spec is None else _attention(spec, p, normed)
         xs = [x + y for x, y in zip(xs, mixed, strict=True)]
         for t, x in enumerate(xs):
-            y = _norm(x, p["mlp_norm.weight"], eps)
+            y = norm(x, p["mlp_norm.weight"], eps)
             gate, up = p["mlp.gate_proj.weight"] @ y, p["mlp.up_proj.weight"] @ y
-            xs[t] = x + p["mlp.down_proj.weight"] @ (_silu(gate) * up)
+            xs[t] = x + p["mlp.down_proj.weight"] @ (silu(gate) * up)
     head = w["model.embeddings.weight"] if raw["tie_word_embeddings"] else w["lm_head.weight"]
-    return torch.stack([head @ _norm(x, w["model.norm.weight"], eps) for x in xs])
+    return torch.stack([head @ norm(x, w["model.norm.weight"], eps) for x in xs])
 
 
 def _delta(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[Tensor]:
@@ -49,7 +57,7 @@ def _delta(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[
             width = kernel.shape[1]
             y = [sum(kernel[:, width - 1 - back] * y[t - back] for back in range(min(width, t + 1))) + bias
                  for t in range(len(y))]  # fmt: skip
-        streams[name] = [_silu(x) for x in y]
+        streams[name] = [silu(x) for x in y]
     state = [torch.zeros(value_size, size, dtype=torch.float64) for _ in range(value_heads)]
     out = []
     for t, x in enumerate(xs):
@@ -66,10 +74,10 @@ def _delta(raw: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> list[
             beta = torch.sigmoid(b[h]) * (2 if raw["allow_neg_eigval"] else 1)
             state[h] = decay * state[h]
             state[h] = state[h] + torch.outer(beta * (v - state[h] @ k), k)
-            o = _norm(state[h] @ (q * size**-0.5), p["attn.o_norm.weight"], raw["norm_eps"])
+            o = norm(state[h] @ (q * size**-0.5), p["attn.o_norm.weight"], raw["norm_eps"])
             if raw["use_gate"]:
                 gate = (p["attn.g_proj.weight"] @ x)[h * value_size : (h + 1) * value_size]
-                o = o * (torch.sigmoid(gate) if raw["output_gate_activation"] == "sigmoid" else _silu(gate))
+                o = o * (torch.sigmoid(gate) if raw["output_gate_activation"] == "sigmoid" else silu(gate))
             parts.append(o)
         out.append(p["attn.o_proj.weight"] @ torch.cat(parts))
     return out
@@ -87,8 +95,8 @@ def _attention(spec: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> 
             parts = [y[h * size : (h + 1) * size] for h in range(count)]
             if name != "v":
                 if spec.get("qk_norm"):
-                    parts = [_norm(part, p[f"attn.{name}_norm.weight"], 1e-5) for part in parts]
-                parts = [_rotate(part, t, spec.get("rope_theta", 10000.0)) for part in parts]
+                    parts = [norm(part, p[f"attn.{name}_norm.weight"], 1e-5) for part in parts]
+                parts = [rotate(part, t, spec.get("rope_theta", 10000.0)) for part in parts]
             rows[name].append(parts)
     out = []
     for t in range(len(xs)):
@@ -105,7 +113,7 @@ def _attention(spec: dict[str, Any], p: dict[str, Tensor], xs: list[Tensor]) -> 
     return out
 
 
-def _rotate(x: Tensor, position: int, theta: float) -> Tensor:
+def rotate(x: Tensor, position: int, theta: float) -> Tensor:
     half = len(x) // 2
     out = x.clone()
     for i in range(half):
@@ -116,9 +124,9 @@ def _rotate(x: Tensor, position: int, theta: float) -> Tensor:
     return out
 
 
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean() + eps).sqrt() * weight
 
 
-def _silu(x: Tensor) -> Tensor:
+def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))

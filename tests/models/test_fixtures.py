@@ -26,7 +26,12 @@ from tests.data.qwen.make import COMMITTED
 DATA = Path(__file__).parent.parent / "data"
 FLA = [f"fla/{name}" for name in ("conv3", "expand2", "gva", "nogate", "nullinter", "plain", "tied")]
 QWEN = [f"qwen/{name}" for name in sorted(COMMITTED)]
-FAMILY = [f"family/{name}" for name in ("rwkv7", "rwkv7_plain_norms")]
+FAMILY = [
+    *("family/delta_net", "family/delta_net_bare", "family/delta_net_gated"),
+    *("family/gla", "family/gla_conv", "family/gla_ungated"),
+    *("family/retnet", "family/retnet_conv"),
+    *("family/rwkv7", "family/rwkv7_plain_norms"),
+]
 VARIANTS = FLA + FAMILY + QWEN
 CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN, 1e-4)
 PROMPT = 16
@@ -48,11 +53,8 @@ def difference(ours: Tensor, theirs: Tensor) -> float:
 
 
 def test_every_variant_is_there():
-    found = [
-        f"{p.parent.name}/{p.name}"
-        for kind in ("fla", "family", "qwen")
-        for p in sorted((DATA / kind).iterdir())
-    ]
+    kinds = ("fla", "family", "qwen")
+    found = [f"{kind}/{path.name}" for kind in kinds for path in sorted((DATA / kind).iterdir())]
     assert [name for name in found if (DATA / name / "config.json").exists()] == VARIANTS
 
 

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specla.ops.elementwise import l2norm, sigmoid, silu, softplus
+from specla.ops.elementwise import elu_plus_one, l2norm, logsigmoid, sigmoid, silu, softplus, sum_norm
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "sigmoid": sigmoid,
-    "silu": silu,
-    "softplus": softplus,
+    "sigmoid": sigmoid, "silu": silu, "softplus": softplus, "logsigmoid": logsigmoid, "elu_plus_one": elu_plus_one,
     "tanh": torch.tanh,
-}
+}  # fmt: skip
 REFERENCES = {
     "sigmoid": torch.sigmoid,
     "silu": functional.silu,
     "softplus": functional.softplus,
+    "logsigmoid": functional.logsigmoid,
+    "elu_plus_one": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
     "tanh": torch.tanh,
 }
 THREADS = [1, 2]
@@ -59,18 +59,35 @@ def test_values_are_those_of_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 33, 64, 384, 2048])
-@pytest.mark.parametrize("norm", ["rms_norm", "l2norm", "layer_norm", "layer_norm_bare"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "rms_norm",
+        "rms_norm without a weight",
+        "l2norm",
+        "sum_norm",
+        "layer_norm",
+        "layer_norm without a weight",
+    ],
+)
 def test_a_rows_norm_does_not_depend_on_the_other_rows(norm: str, size: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(200, size, generator=generator), torch.randn(size, generator=generator)
 
     def run(rows: Tensor) -> Tensor:
+        scale = None if norm.endswith("without a weight") else weight
+        if norm in ("l2norm", "sum_norm"):
+            return l2norm(rows) if norm == "l2norm" else sum_norm(rows)
         if norm.startswith("layer_norm"):
-            bare = norm.endswith("bare")
-            return functional.layer_norm(rows, (size,), *((None, None) if bare else (weight, weight.flip(0))))
-        return l2norm(rows) if norm == "l2norm" else functional.rms_norm(rows, (size,), weight, 1e-6)
+            return functional.layer_norm(rows, (size,), scale, None if scale is None else scale.flip(0))
+        return functional.rms_norm(rows, (size,), scale, 1e-6)
 
     whole = run(x)
     for rows in [*range(1, 40), 64, 199]:
         assert torch.equal(run(x[:rows]), whole[:rows]), rows
         assert torch.equal(run(x[-rows:].clone()), whole[-rows:]), rows
+
+
+def test_a_sum_norm_divides_by_the_sum_of_magnitudes() -> None:
+    x = torch.tensor([[1.0, -3.0], [0.0, 0.0]])
+    assert torch.equal(sum_norm(x), torch.tensor([[0.25, -0.75], [0.0, 0.0]]))

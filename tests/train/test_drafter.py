@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import pytest
 import torch
 
 from specla.cli import main
+from specla.drafters import EagleDrafter
 from specla.drafters.checkpoint import load_drafter
+from specla.engine.params import SamplingParams
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target, save_target
 from specla.tokenizer import load_tokenizer
@@ -20,7 +24,16 @@ from specla.train.data import TokenDataset
 from specla.train.drafter import DrafterTraining, SelfText, frequent_tokens, train_drafter
 from specla.train.objectives import Objective
 from specla.train.tokenizer import train_tokenizer
-from tests.targets import build_target, make_config, make_qwen_config
+from tests.checkpoints import write_random
+from tests.targets import (
+    build_target,
+    family_raw,
+    make_config,
+    make_qwen_config,
+    prompt,
+    run as generate,
+    same_bits,
+)
 
 WORDS = "the cat sat on a mat and the dog ran to see if it could find some more food in the red house".split()
 TRAINING = DrafterTraining(
@@ -29,6 +42,8 @@ TRAINING = DrafterTraining(
 )  # fmt: skip
 SHAPE = {"mixer": "attention", "layer_ids": (0, 1, 2), "draft_vocab_size": 200, "num_heads": 2, "head_dim": 8,
          "intermediate_size": 24, "sliding_window": 16}  # fmt: skip
+
+FAMILY_HEADS = ["delta_net", "gla_conv", "retnet"]  # one of each model
 
 
 @pytest.fixture(scope="module")
@@ -197,13 +212,43 @@ def test_what_does_not_fit_is_refused_before_training(data, tmp_path: Path) -> N
     assert not list(tmp_path.iterdir())
 
 
+SIZE = "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
+
+
+@pytest.mark.parametrize("mixer", ["delta", "attention"])
+@pytest.mark.parametrize("variant", FAMILY_HEADS)
+def test_the_command_trains_a_drafter_for_every_model_that_changes_no_token(
+    home: Path, tmp_path: Path, capsys, variant: str, mixer: str
+) -> None:
+    write_random(tmp_path / "target", family_raw(variant, vocab_size=280, eos_token_id=1))
+    shutil.copy(home / "target" / "tokenizer.json", tmp_path / "target")
+    given = f"train drafter {tmp_path / 'target'} --data {home} --out {tmp_path / 'out'} --device cpu --mixer {mixer}"
+    shape = "--draft-vocab-size 200 --unroll-steps 2 --layer-ids 0,1,2 --intermediate-size 16"
+    assert main([*given.split(), *SIZE.split(), *shape.split()]) == 0
+    assert "parameters" in capsys.readouterr().out
+    prompts = [
+        prompt(9, vocab=280) * 2,
+        prompt(3, 1, vocab=280),
+        prompt(20, 2, vocab=280),
+        prompt(1, vocab=280),
+    ]
+    for mode, heat in itertools.product(("serial", "hybrid", "parallel"), (0.0, 1.0)):
+        target = load_target(tmp_path / "target", dtype="float64" if mode == "parallel" else "float32")
+        params = SamplingParams(temperature=heat, seed=7, max_tokens=12)
+        want = generate(target, None, prompts, params, drafts=0)
+        for batch in (1, 4):
+            drafter = EagleDrafter(load_drafter(tmp_path / "out", target), 7, 3, 3)
+            got = generate(target, drafter, prompts[:batch], params, drafts=7, mode=mode)
+            assert got.outputs == want.outputs[:batch]
+            assert sum(s.metrics.num_draft_tokens for s in got.sequences) > 0
+            if mode != "parallel":
+                assert all(same_bits(a, b) for a, b in zip(got.logits, want.logits[:batch], strict=True))
+
+
 def test_the_command_trains_and_names_its_mistakes(home: Path, tmp_path: Path, capsys) -> None:
-    size = (
-        "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
-    )
     shape = "--num-heads 2 --head-dim 8 --intermediate-size 16 --draft-vocab-size 100 --unroll-steps 2 --log-every 1"
     given = f"train drafter {home / 'target'} --data {home} --out {tmp_path / 'out'} --device cpu"
-    command = [*given.split(), *size.split(), *shape.split()]
+    command = [*given.split(), *SIZE.split(), *shape.split()]
     assert main(command) == 0
     assert "parameters" in (told := capsys.readouterr().out) and "not finished" not in told
     assert main([*command, "--max-seconds", "0"]) == 0

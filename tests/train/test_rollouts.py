@@ -15,7 +15,7 @@ from specla.models.target import Tap
 from specla.train import rollouts
 from specla.train.rollouts import Recorder, Rollouts
 from specla.tree import Tree
-from tests.targets import QWEN, VARIANTS, VOCAB, build_target, make_config, make_target
+from tests.targets import FAMILY, QWEN, VARIANTS, VOCAB, build_target, make_config, make_target
 
 LENGTH = 13
 STREAMS = (2, 0)
@@ -67,7 +67,7 @@ def verified(target: GatedDeltaNet, tokens: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat(features, 1), torch.cat(hidden, 1)
 
 
-@pytest.mark.parametrize("variant", ["plain", "grouped_wide", "hybrid_narrow"])
+@pytest.mark.parametrize("variant", ["plain", "grouped_wide", "hybrid_narrow", "gla_conv", "retnet"])
 @pytest.mark.parametrize("temperature", [torch.zeros(len(GIVEN)), WARM], ids=["greedy", "sampled"])
 def test_the_tokens_are_an_engines(variant: str, temperature: Tensor) -> None:
     target = make_target(variant)
@@ -88,7 +88,7 @@ def test_it_goes_on_past_the_end_of_a_text() -> None:
     assert same(record(build_target(make_config("plain", eos_token_id=ending))), expected)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY])
 def test_features_and_hidden_are_verifications_bit_for_bit(variant: str) -> None:
     target = make_target(variant)
     got = record(target)
@@ -104,7 +104,9 @@ def test_a_bfloat16_target_keeps_the_dtype_asked_for() -> None:
     assert torch.equal(got.features, features.bfloat16()) and torch.equal(got.hidden, hidden.bfloat16())
 
 
-@pytest.mark.parametrize("variant", ["plain", "grouped", "conv_2", "hybrid_window", "hybrid_two_kinds"])
+@pytest.mark.parametrize(
+    "variant", ["plain", "grouped", "conv_2", "hybrid_window", "hybrid_two_kinds", *FAMILY]
+)
 def test_features_and_hidden_are_those_of_a_whole_text(variant: str) -> None:
     target = make_target(variant, torch.float64)
     got = record(target, torch.float64)
