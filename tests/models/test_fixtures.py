@@ -30,7 +30,7 @@ FAMILY = [
     *("family/delta_net", "family/delta_net_bare", "family/delta_net_gated"),
     *("family/gla", "family/gla_conv", "family/gla_ungated"),
     *("family/retnet", "family/retnet_conv"),
-    *("family/rwkv7", "family/rwkv7_plain_norms"),
+    *("family/rwkv7", "family/rwkv7_plain_norms", "family/rwkv7_unfused"),
 ]
 VARIANTS = FLA + FAMILY + QWEN
 CLOSE = dict.fromkeys(FLA + FAMILY, 2e-4) | dict.fromkeys(QWEN, 1e-4)
