@@ -57,7 +57,10 @@ def architecture_of(raw: Mapping[str, Any]) -> Architecture:
     """
     kind, named = raw.get("model_type"), raw.get("architectures")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
+        told = "" if named is None else f" (architectures {named!r})"
+        raise ValueError(
+            f"model_type {kind!r} is not supported{told}; supported are {', '.join(ARCHITECTURES)}"
+        )
     found = ARCHITECTURES[kind]
     if named is not None and (not isinstance(named, list) or not set(map(str, named)) <= set(found.classes)):
         raise ValueError(

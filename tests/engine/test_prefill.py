@@ -14,6 +14,7 @@ from specla.ops import chunk
 from specla.state import StatePool
 from specla.tree import Tree
 from tests.targets import (
+    FAMILY,
     QWEN,
     VARIANTS,
     committed,
@@ -33,7 +34,7 @@ def prefilled(target: GatedDeltaNet, pieces: list[list[int]]) -> StatePool:
     return pool
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN])
+@pytest.mark.parametrize("variant", [*VARIANTS, *QWEN, *FAMILY])
 def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
     target = make_target(variant, torch.float64)
     text = prompt(75)
@@ -47,7 +48,17 @@ def test_a_prefill_equals_reading_token_by_token(variant: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "variant", ["grouped_wide", "conv_2", "no_conv", "hybrid_global", "hybrid_window", "qwen_next"]
+    "variant",
+    [
+        "grouped_wide",
+        "conv_2",
+        "no_conv",
+        "hybrid_global",
+        "hybrid_window",
+        "qwen_next",
+        "gla_conv",
+        "retnet",
+    ],
 )
 def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
     target = make_target(variant, torch.float64)

@@ -66,7 +66,8 @@ LATER = {
 @pytest.mark.parametrize(
     ("variant", "drafter"),
     [("plain", "none"), ("plain", "delta"), ("plain", "window"), ("conv_2", "delta"), ("no_conv", "none"),
-     ("hybrid_global", "delta"), ("hybrid_window", "none"), ("hybrid_two_kinds", "window")],
+     ("hybrid_global", "delta"), ("hybrid_window", "none"), ("hybrid_two_kinds", "window"),
+     ("gla_conv", "delta"), ("retnet_hybrid", "window")],
 )  # fmt: skip
 @pytest.mark.parametrize("later", LATER)
 def test_a_hit_leaves_what_reading_would_have_left(variant: str, drafter: str, later: str) -> None:

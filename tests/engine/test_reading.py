@@ -15,7 +15,7 @@ from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
 from specla.engine.reading import BLOCK, GRID, Pauses
 from specla.models.gated_deltanet import GatedDeltaNet
-from tests.targets import QWEN, VARIANTS, committed, equal, make_target, prompt
+from tests.targets import FAMILY, QWEN, VARIANTS, committed, equal, make_target, prompt
 
 HYBRID = [name for name in VARIANTS if name.startswith("hybrid")]
 
@@ -47,7 +47,8 @@ def left_by(target: GatedDeltaNet, text: list[int], lengths: list[int]) -> list[
 
 
 @pytest.mark.parametrize(
-    ("variant", "threads"), [*((name, 1) for name in [*VARIANTS, *QWEN, "mini"]), ("plain", 2)]
+    ("variant", "threads"),
+    [*((name, 1) for name in [*VARIANTS, *QWEN, *FAMILY, "mini"]), ("plain", 2)],
 )
 def test_pauses_leave_every_bit_of_a_state_as_it_is(variant: str, threads: int) -> None:
     target = mini() if variant == "mini" else make_target(variant)
@@ -68,7 +69,7 @@ def test_pauses_leave_every_bit_of_a_state_as_it_is(variant: str, threads: int) 
     assert cuts > 2
 
 
-@pytest.mark.parametrize("variant", ["plain", "conv_2", "hybrid_two_kinds"])
+@pytest.mark.parametrize("variant", ["plain", "conv_2", "hybrid_two_kinds", "gla_conv", "retnet"])
 def test_nor_do_they_in_a_text_that_goes_on(variant: str) -> None:
     """A second turn begins anywhere."""
     left = []

@@ -104,6 +104,7 @@ def test_memory_of_a_sequence_and_of_a_draft_node():
         ("retnet", {"num_heads": 32}, ["num_heads", "even", "got 1"]),
         ("retnet", {"hidden_size": 1024, "num_heads": 2}, ["at most 256", "got 512"]),
         ("retnet", {"model_type": "hgrn2"}, ["'hgrn2' is not supported", "retnet", "gated_deltanet", "qwen3_5"]),
+        ("retnet", {"model_type": None, "architectures": ["XForCausalLM"]}, ["None is not supported", "XForCausalLM"]),
         ("retnet", {"architectures": ["RetNetModel"]}, ["RetNetModel", "RetNetForCausalLM"]),
     ],
 )  # fmt: skip
