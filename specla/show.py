@@ -158,7 +158,9 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
     drafter = "its mtp head" if has_mtp(directory) else "none of its own: ngram"
     recurrent = [spec for spec in dict.fromkeys(specs) if isinstance(spec, RecurrentSpec)]
     heads = [f"{s.num_heads} key x {s.head_dim}, {s.value_heads} value x {s.head_v_dim}" for s in recurrent]
-    windows = sorted({f"width {s.conv_size}" for s in recurrent if s.conv_size > 1})
+    windows = sorted(
+        {"none, token shift" if s.halves else f"width {s.conv_size}" for s in recurrent if s.conv_size > 1}
+    )
     return {
         "model": str(directory),
         "parameters": sum(p.numel() for p in target.parameters()),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specla.ops import Factors, triton as kernels
 from specla.ops.conv import launch_commit as launch_conv_commit, shift
+from specla.ops.dplr import half_nodes
 from specla.ops.torch import commit
 from specla.ops.verify import launch_commit
 
@@ -49,6 +50,7 @@ class RecurrentSpec:
     conv_channels: int
     conv_size: int  # 1 when the layer has no convolution
     channel_decay: bool = False  # one decay for each key channel rather than for each value head
+    halves: bool = False  # a node leaves two rank-one updates, as `dplr_verify` does
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,15 @@ class RecurrentState:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(num_layers, num_slots, *shape, dtype=dtype, device=device)
 
+        self.halves = spec.halves
+        updates = 2 * max_nodes if spec.halves else max_nodes
         self.state = zeros(spec.value_heads, spec.head_v_dim, spec.head_dim)
         # [layers, slots, D, W - 1] by name, one input after the other in memory: windows are then rows
         self.conv_state = zeros(spec.conv_size - 1, spec.conv_channels).transpose(2, 3)
         self.factors = Factors(
-            zeros(max_nodes, spec.num_heads, spec.head_dim),
-            zeros(max_nodes, spec.value_heads, spec.head_v_dim),
-            zeros(max_nodes, spec.value_heads, *([spec.head_dim] if spec.channel_decay else [])),
+            zeros(updates, spec.num_heads, spec.head_dim),
+            zeros(updates, spec.value_heads, spec.head_v_dim),
+            zeros(updates, spec.value_heads, *([spec.head_dim] if spec.channel_decay else [])),
         )
         self.conv_inputs = zeros(max_nodes, spec.conv_channels if spec.conv_size > 1 else 0)
 
@@ -93,11 +97,12 @@ class RecurrentState:
     def commit(self, rows: Rows, path: Tensor, count: Tensor) -> None:
         """Commit the first `count` nodes of `path` in every layer."""
         slots = slot_indices(rows, path.device) if kernels.takes_heads(self.state) else None
+        updates = (half_nodes(path), 2 * count) if self.halves else (path, count)
         if slots is not None:
-            launch_commit(self.state, self.factors, path, count, slots, by_slot=True)
+            launch_commit(self.state, self.factors, *updates, slots, by_slot=True)
         else:
             factors = Factors(*(bank[:, rows] for bank in self.factors))
-            state = commit(self.state[:, rows], factors, path, count)
+            state = commit(self.state[:, rows], factors, *updates)
             if not isinstance(rows, slice):
                 self.state[:, rows] = state
         if slots is not None and self.conv_state.shape[-1] < kernels.MAX_TAPS:
@@ -115,7 +120,8 @@ class RecurrentState:
         return self.state[:, 0].nbytes + self.conv_state[:, 0].nbytes
 
     def node_bytes(self) -> int:
-        return sum(bank[:, 0, 0].nbytes for bank in (*self.factors, self.conv_inputs))
+        updates = sum(bank[:, 0, 0].nbytes for bank in self.factors)
+        return (2 if self.halves else 1) * updates + self.conv_inputs[:, 0, 0].nbytes
 
 
 class RecurrentLayer(NamedTuple):

@@ -20,6 +20,7 @@ from specla.models.architectures import ARCHITECTURES
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
 from specla.models.language_model import LanguageModel
 from specla.models.qwen_config import QwenConfig
+from specla.models.rwkv7_config import Rwkv7Config
 from specla.models.target import Tap
 from specla.state import AttentionState, StatePool
 from specla.tree import Tree
@@ -116,6 +117,11 @@ FURTHER: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24, "routed_scaling_factor": 2.4,
     },
 }  # fmt: skip
+RWKV7: dict[str, dict[str, Any]] = {
+    "rwkv7": {},
+    "rwkv7_bare": {"norm_first": False, "norm_bias": False, "fuse_norm": False, "tie_word_embeddings": True},
+    "rwkv7_wide": {"value_dim": 64, "num_hidden_layers": 3, "head_dim": 16},
+}
 RECURRENT = [name for name in VARIANTS if not name.startswith("hybrid")]
 
 
@@ -153,17 +159,21 @@ def make_family_config(variant: str, **changes: Any) -> ModelConfig:
     return ARCHITECTURES[raw["model_type"]].config(raw)
 
 
+def make_rwkv7_config(variant: str = "rwkv7", **changes: Any) -> Rwkv7Config:
+    raw: dict[str, Any] = {
+        "model_type": "rwkv7", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "head_dim": 8,
+        "decay_low_rank_dim": 6, "gate_low_rank_dim": 10, "a_low_rank_dim": 5, "v_low_rank_dim": 4,
+        "intermediate_size": 40, "initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    return Rwkv7Config.from_dict({**raw, **RWKV7[variant], **changes})
+
+
 @cache
 def make_target(variant: str = "plain", dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
     """A random target, shared between tests: never write to it. Decay is slowed so that states remember."""
-    make = (
-        make_qwen_config
-        if variant in QWEN
-        else make_family_config
-        if variant in FAMILY | FURTHER
-        else make_config
-    )
-    return build_target(make(variant), dtype, seed)
+    makers = dict.fromkeys(QWEN, make_qwen_config) | dict.fromkeys(RWKV7, make_rwkv7_config)
+    makers |= dict.fromkeys(FAMILY | FURTHER, make_family_config)
+    return build_target(makers.get(variant, make_config)(variant), dtype, seed)
 
 
 def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> LanguageModel:
@@ -175,7 +185,13 @@ def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: 
         for name, weight in model.named_parameters():
             if name.endswith("A_log"):
                 weight.uniform_(-3, 1, generator=generator)
-            elif name.endswith("_bias") and not name.endswith("dt_bias"):
+            elif name.endswith(("_bias", "r_k")) and not name.endswith("dt_bias"):
+                weight.normal_(0, 0.3, generator=generator)
+            elif name.endswith(".mix"):
+                weight.uniform_(0, 1, generator=generator)
+            elif name.endswith("decay.bias"):
+                weight.uniform_(-6, 0, generator=generator)
+            elif name.endswith(".bias"):
                 weight.normal_(0, 0.3, generator=generator)
             is_matrix = weight.dim() > 1 and not name.endswith("conv_weight")
             if is_matrix or dtype == torch.float64:

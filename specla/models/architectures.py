@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from specla.models import fla_layout, kda_layout, mamba2_layout, qwen_layout
+from specla.models import fla_layout, kda_layout, mamba2_layout, qwen_layout, rwkv7_layout
 from specla.models.config import GatedDeltaNetConfig, ModelConfig
 from specla.models.delta_net import DeltaNet, DeltaNetConfig, delta_net
 from specla.models.gated_deltanet import GatedDeltaNet
@@ -20,6 +20,8 @@ from specla.models.mamba2_config import Mamba2Config
 from specla.models.qwen import Qwen
 from specla.models.qwen_config import CLASSES, QWEN_TYPES, QwenConfig
 from specla.models.retnet import RetNet, RetNetConfig, retnet
+from specla.models.rwkv7 import Rwkv7
+from specla.models.rwkv7_config import Rwkv7Config
 from specla.models.source import Source
 
 
@@ -43,6 +45,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     GLAConfig.model_type: Architecture(GLAConfig.from_dict, GLA, gla, (GLAConfig.architecture,)),
     RetNetConfig.model_type: Architecture(RetNetConfig.from_dict, RetNet, retnet, (RetNetConfig.architecture,)),
+    Rwkv7Config.model_type: Architecture(
+        Rwkv7Config.from_dict, Rwkv7, rwkv7_layout.sources, (Rwkv7Config.architecture,)
+    ),
     **{
         kind: Architecture(QwenConfig.from_dict, Qwen, qwen_layout.sources, CLASSES[kind], qwen_layout.UNUSED)
         for kind in QWEN_TYPES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from specla.models.config import ModelConfig
-from specla.models.layers import Block, Linear, RMSNorm, draw_weights, linear, set_compute_dtype
+from specla.models.layers import Block, LayerNorm, Linear, RMSNorm, draw_weights, linear, set_compute_dtype
 from specla.models.past import FullText, Prefill, TargetPast, Verification
 from specla.models.target import Tap
 from specla.state import AttentionSpec, RecurrentSpec, StatePool
@@ -27,12 +27,14 @@ class LanguageModel(nn.Module):
     them.
     """
 
-    def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]):
+    norm: RMSNorm | LayerNorm
+
+    def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module], norm: LayerNorm | None = None):
         super().__init__()
         self.config = config
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(blocks)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = norm or RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         self.compute_dtype: torch.dtype | None = None
 
@@ -54,12 +56,17 @@ class LanguageModel(nn.Module):
     def forward(self, input_ids: Tensor, past: TargetPast | None = None, tap: Tap | None = None) -> Tensor:
         """Normalised hidden states `[B, T, hidden]` of `input_ids` `[B, T]`, by default a text from its start."""
         past = past or FullText(input_ids.shape[0], input_ids.shape[1], input_ids.device)
-        streams = [self.embeddings(input_ids).to(self.norm.weight.dtype)]
-        for layer in self.layers:
-            streams.append(layer(streams[-1], past))
+        streams = self.streams(self.embeddings(input_ids).to(self.norm.weight.dtype), past)
         if tap is not None:
             tap.read(torch.cat([streams[i] for i in tap.layer_ids], -1))
         return self.norm(streams[-1])
+
+    def streams(self, stream: Tensor, past: TargetPast) -> list[Tensor]:
+        """The residual streams `[B, T, hidden]` that enter each layer, and the one that leaves the last."""
+        streams = [stream]
+        for layer in self.layers:
+            streams.append(layer(streams[-1], past))
+        return streams
 
     def state_specs(self) -> list[RecurrentSpec | AttentionSpec]:
         return [cast(Block, block).mixer.state_spec() for block in self.layers]

@@ -96,6 +96,17 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class LayerNorm(nn.Module):
+    def __init__(self, size: int, eps: float, bias: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
 class DeltaMixer(nn.Module):
     """Token mixing by the gated delta rule; reads `in_features` channels (by default the hidden size)."""
 

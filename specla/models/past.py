@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specla.modes import MODES
-from specla.ops import chunk_gated_delta
+from specla.ops import chunk_dplr, chunk_gated_delta, dplr_verify
 from specla.ops.attention import tree_attention
 from specla.ops.chunk import launch as launch_prompt, takes as takes_prompt
 from specla.ops.conv import (
@@ -77,6 +77,9 @@ class TargetPast(Past, Protocol):
         `[B, T, HV]`, or None for 1.
         """
 
+    def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Outputs `[B, T, H, V]` of the generalised delta rule, arguments as `dplr_verify` has them."""
+
 
 class FullText:
     """A text from its first token on, differentiable; nothing is kept."""
@@ -102,6 +105,10 @@ class FullText:
             q, k, v, g, beta, chunk_size=self.chunk_size, use_qk_l2norm_in_kernel=rule.normalise, scale=rule.scale,
             delta=rule.delta,
         )  # fmt: skip
+        return o
+
+    def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        o, _ = chunk_dplr(q, k, v, g, a, b)
         return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -154,6 +161,14 @@ class Prefill:
             q, k, v, g, beta, initial_state=state, use_qk_l2norm_in_kernel=rule.normalise, scale=rule.scale,
             delta=rule.delta,
         )  # fmt: skip
+        state.copy_(last)
+        return o
+
+    def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        layer_state = self.pool.layers[layer]
+        assert isinstance(layer_state, RecurrentLayer)
+        state = layer_state.state[self.slot : self.slot + 1]
+        o, last = chunk_dplr(q, k, v, g, a, b, initial_state=state)
         state.copy_(last)
         return o
 
@@ -240,6 +255,14 @@ class Verification:
         )
         for bank, new in zip(state.factors, factors, strict=True):
             bank[self.rows, : self.tree.size] = new
+        return o
+
+    def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        state = self.pool.layers[layer]
+        assert isinstance(state, RecurrentLayer)
+        o, factors = dplr_verify(q, k, v, g, a, b, self.tree, state=state.state[self.rows], mode=self.mode)
+        for bank, new in zip(state.factors, factors, strict=True):
+            bank[self.rows, : new.shape[1]] = new
         return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

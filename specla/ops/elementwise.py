@@ -1,7 +1,8 @@
 """Elementwise functions whose bits do not depend on how many elements are computed together.
 
 torch's own silu, sigmoid and softplus round differently in a vector's tail than in its body, so that a token verified
-among sixteen would not equal the same token decoded alone. exp, log1p, sqrt, rsqrt and the four operations do not.
+among sixteen would not equal the same token decoded alone. exp, log1p, tanh, sqrt, rsqrt and the four operations do
+not.
 """
 
 from __future__ import annotations

@@ -107,6 +107,35 @@ def naive_gated_delta_verify(
     return o.to(out_dtype), kept
 
 
+def naive_dplr_verify(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor, tree: Tree, *, state: Tensor
+) -> tuple[Tensor, Factors]:
+    """The generalised delta rule at every node: u = S a, then S <- S diag(exp(g)) + u b^T + v k^T and o = S q.
+
+    q, k, g, a, b [B, N, H, K]; v [B, N, H, V]; state [B, H, V, K], only read. Returns o [B, N, H, V] in v's dtype and
+    the factors of 2 N half nodes: (b, u, g) and (k, v, 0) of each node; zero at padding.
+    """
+    out_dtype = v.dtype
+    q, k, v, g, a, b = (x.to(state.dtype) for x in (q, k, v, g, a, b))
+    batch, size, heads, key_dim = k.shape
+    o = torch.zeros_like(v)
+    keys, values = k.new_zeros(batch, 2 * size, heads, key_dim), v.new_zeros(batch, 2 * size, *v.shape[2:])
+    decays = torch.zeros_like(keys)
+    for row in range(batch):
+        for i in range(int(tree.num_nodes[row])):
+            keys[row, 2 * i], keys[row, 2 * i + 1] = b[row, i], k[row, i]
+            values[row, 2 * i + 1], decays[row, 2 * i] = v[row, i], g[row, i]
+            for h in range(heads):
+                s = state[row, h].clone()
+                for j in _path_to(tree, row, i):
+                    u = s @ a[row, j, h]
+                    s = s * torch.exp(g[row, j, h]) + torch.outer(u, b[row, j, h])
+                    s = s + torch.outer(v[row, j, h], k[row, j, h])
+                values[row, 2 * i, h] = u
+                o[row, i, h] = s @ q[row, i, h]
+    return o.to(out_dtype), Factors(keys, values, decays)
+
+
 def naive_gated_delta_commit(
     state: Tensor,
     factors: Factors,

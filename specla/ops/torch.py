@@ -30,16 +30,31 @@ def serial(
     """One node after another, each from its parent's state; on a tree that branches, every node's state is kept
     until the layer is done.
     """
-    batch, size, heads, dim = v.shape
     kq, g, state = _whole_vectors(kq, g, state)
-    reads, writes = _columns(kq.transpose(0, 1), v.transpose(0, 1), _turn(g), beta.transpose(0, 1), delta)
-    steps = zip(*(x.flatten(0, 2).split(batch * heads) for x in (*reads, *writes)), strict=True)
-    rows = torch.arange(batch, device=v.device)
+    return walk_nodes(*_columns(kq, v, g, beta, delta), state, tree)
+
+
+def hybrid(
+    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree, delta: bool
+) -> Result:
+    """Heavy-light chains that advance together, one depth at a time, each from its resident state.
+
+    A heavy child takes over its parent's live state, a light child starts from a copy of it.
+    """
+    kq, g, state = _whole_vectors(kq, g, state)
+    return walk_levels(*_columns(kq, v, g, beta, delta), state, tree)
+
+
+def walk_nodes(reads: tuple[Tensor, Tensor], writes: Sequence[Tensor], state: Tensor, tree: Tree) -> Result:
+    """`serial` with what a step reads and writes, as `_columns` has it."""
+    batch, size, heads, _, dim = reads[1].shape
+    columns = (x.transpose(0, 1).flatten(0, 2).split(batch * heads) for x in (*reads, *writes))
+    rows = torch.arange(batch, device=state.device)
     parent = tree.parent.long().clamp(min=0)
     parent = parent if tree.is_full else parent.masked_fill(~tree.valid, 0)
     states = state.new_empty(0 if tree.is_chain else size, *state.shape)
     before, d_parts, o_parts = state.flatten(0, 1), [], []
-    for i, (mix, base, *write) in enumerate(steps):
+    for i, (mix, base, *write) in enumerate(zip(*columns, strict=True)):
         if i and not tree.is_chain:
             before = states[parent[:, i], rows].flatten(0, 1)
         d, o = _read(mix, base, before)
@@ -57,20 +72,13 @@ def serial(
     return o.masked_fill(padding, 0), d.masked_fill(padding, 0)
 
 
-def hybrid(
-    kq: Tensor, v: Tensor, g: Tensor | None, beta: Tensor, state: Tensor, tree: Tree, delta: bool
-) -> Result:
-    """Heavy-light chains that advance together, one depth at a time, each from its resident state.
-
-    A heavy child takes over its parent's live state, a light child starts from a copy of it.
-    """
-    batch, size, heads, dim = v.shape
-    kq, g, state = _whole_vectors(kq, g, state)
-    reads, writes = _columns(kq, v, g, beta, delta)
+def walk_levels(reads: tuple[Tensor, Tensor], writes: Sequence[Tensor], state: Tensor, tree: Tree) -> Result:
+    """`hybrid` with what a step reads and writes, as `_columns` has it."""
+    batch, size, heads, _, dim = reads[1].shape
     if size == 1:
         mix, base = (x.flatten(0, 2) for x in reads)
         d, o = _read(mix, base, state.flatten(0, 1))
-        return o.view(v.shape), d.view(v.shape)
+        return o.view(batch, size, heads, dim), d.view(batch, size, heads, dim)
     columns = [x.flatten(0, 1) for x in (*reads, *writes)]
     order = tree.order
     if order is not None:
@@ -93,8 +101,8 @@ def hybrid(
     o, d = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (o_parts, d_parts))
     o, d = o.view(-1, heads, dim), d.view(-1, heads, dim)
     if order is not None:
-        o, d = (v.new_zeros(batch * size, heads, dim).index_copy_(0, order, x) for x in (o, d))
-    return o.view(v.shape), d.view(v.shape)
+        o, d = (x.new_zeros(batch * size, heads, dim).index_copy_(0, order, x) for x in (o, d))
+    return o.view(batch, size, heads, dim), d.view(batch, size, heads, dim)
 
 
 def parallel(
@@ -172,15 +180,18 @@ def commit(state: Tensor, factors: Factors, path: Tensor, count: Tensor) -> Tens
 
 
 def _whole_vectors(kq: Tensor, g: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-    """K filled up with zeros to whole vectors: a BLAS may sum in another order where a matrix starts in the middle of
-    one, and which do depends on the number of rows.
-    """
-    missing = -state.shape[-1] % (VECTOR // state.element_size())
-    if missing == 0 or state.device.type != "cpu":
-        return kq, g, state
+    """K filled up with zeros to whole vectors, also of a decay that has K channels."""
     if g is not None and g.dim() == kq.dim() - 1:
-        g = functional.pad(g, (0, missing))
-    return functional.pad(kq, (0, missing)), g, functional.pad(state, (0, missing))
+        g = whole_vectors(g)
+    return whole_vectors(kq), g, whole_vectors(state)
+
+
+def whole_vectors(x: Tensor) -> Tensor:
+    """The last dimension filled up with zeros to whole vectors: a BLAS may sum in another order where a matrix starts
+    in the middle of one, and which do depends on the number of rows.
+    """
+    missing = -x.shape[-1] % (VECTOR // x.element_size())
+    return x if missing == 0 or x.device.type != "cpu" else functional.pad(x, (0, missing))
 
 
 def _columns(
@@ -217,12 +228,11 @@ def _read(mix: Tensor, base: Tensor, state: Tensor) -> Result:
 
 
 def _write(write: Sequence[Tensor], d: Tensor, state: Tensor) -> Tensor:
-    """The states after those tokens, in place."""
-    k, *decay = write
-    if decay:
-        state.mul_(decay[0])
-    return state.addcmul_(d[:, :, None], k)
-
-
-def _turn(g: Tensor | None) -> Tensor | None:
-    return None if g is None else g.transpose(0, 1)
+    """The states after those tokens, in place; `write` may name a second pair that they add, values `[M, V, 1]` and
+    keys.
+    """
+    k, *rest = write
+    if rest:
+        state.mul_(rest[0])
+    state.addcmul_(d[:, :, None], k)
+    return state.addcmul_(*rest[1:]) if rest[1:] else state

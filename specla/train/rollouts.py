@@ -17,6 +17,7 @@ from specla.models.past import GATED_DELTA, Rule, TargetPast, Verification
 from specla.models.target import Tap
 from specla.ops.checks import require
 from specla.ops.conv import convolve
+from specla.ops.dplr import dplr_verify, half_nodes
 from specla.ops.torch import commit
 from specla.ops.verify import verify
 from specla.sampling import first_argmax, gumbel_noise
@@ -212,6 +213,7 @@ class _Stepwise:
         self.tree = Tree.chain(1, rows)  # on the host, which asks it and `count` how far to go
         self.count = torch.ones(rows, dtype=torch.long)
         self.root = torch.zeros(rows, 1, dtype=torch.long, device=pool.device)
+        self.halves = half_nodes(self.root)
 
     def clear(self) -> None:
         for group in self.pool.groups.values():
@@ -243,6 +245,12 @@ class _Stepwise:
             q, k, v, g, beta, self.tree, state, rule.scale, "auto", rule.normalise, rule.delta
         )
         commit(state, factors, self.root, self.count)
+        return o
+
+    def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        state = self._layer(layer).state
+        o, factors = dplr_verify(q, k, v, g, a, b, self.tree, state=state)
+        commit(state, factors, self.halves, 2 * self.count)
         return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -33,6 +33,7 @@ FAMILY = [
     *("family/kda", "family/kda_bare", "family/kda_grouped"),
     *("family/mamba2", "family/mamba2_groups", "family/mamba2_no_norm"),
     *("family/retnet", "family/retnet_conv"),
+    *("family/rwkv7", "family/rwkv7_plain_norms", "family/rwkv7_unfused"),
 ]
 OTHERS = [f"transformers/{name}" for name in sorted(OTHER_VARIANTS)]
 VARIANTS = FLA + FAMILY + QWEN + OTHERS

@@ -7,18 +7,21 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specla.ops.elementwise import elu_plus_one, l2norm, logsigmoid, sigmoid, silu, softplus, sum_norm
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": sigmoid, "silu": silu, "softplus": softplus, "logsigmoid": logsigmoid, "elu_plus_one": elu_plus_one,
+    "tanh": torch.tanh,
 }  # fmt: skip
 REFERENCES = {
     "sigmoid": torch.sigmoid,
-    "silu": torch.nn.functional.silu,
-    "softplus": torch.nn.functional.softplus,
-    "logsigmoid": torch.nn.functional.logsigmoid,
+    "silu": functional.silu,
+    "softplus": functional.softplus,
+    "logsigmoid": functional.logsigmoid,
     "elu_plus_one": lambda x: torch.where(x > 0, x + 1, torch.exp(x)),
+    "tanh": torch.tanh,
 }
 THREADS = [1, 2]
 
@@ -42,7 +45,7 @@ def test_an_elements_bits_do_not_depend_on_the_length(name: str, threads: int) -
 
 def test_the_law_can_fail() -> None:
     x = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 8
-    softplus_of_torch = torch.nn.functional.softplus
+    softplus_of_torch = functional.softplus
     whole = softplus_of_torch(x)
     assert any(not torch.equal(softplus_of_torch(x[:n].clone()), whole[:n]) for n in range(1, 130))
 
@@ -56,15 +59,28 @@ def test_values_are_those_of_the_definition(name: str) -> None:
 
 
 @pytest.mark.parametrize("size", [8, 33, 64, 384, 2048])
-@pytest.mark.parametrize("norm", ["rms_norm", "rms_norm without a weight", "l2norm", "sum_norm"])
+@pytest.mark.parametrize(
+    "norm",
+    [
+        "rms_norm",
+        "rms_norm without a weight",
+        "l2norm",
+        "sum_norm",
+        "layer_norm",
+        "layer_norm without a weight",
+    ],
+)
 def test_a_rows_norm_does_not_depend_on_the_other_rows(norm: str, size: int, threads: int) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(200, size, generator=generator), torch.randn(size, generator=generator)
 
     def run(rows: Tensor) -> Tensor:
+        scale = None if norm.endswith("without a weight") else weight
         if norm in ("l2norm", "sum_norm"):
             return l2norm(rows) if norm == "l2norm" else sum_norm(rows)
-        return torch.nn.functional.rms_norm(rows, (size,), weight if norm == "rms_norm" else None, 1e-6)
+        if norm.startswith("layer_norm"):
+            return functional.layer_norm(rows, (size,), scale, None if scale is None else scale.flip(0))
+        return functional.rms_norm(rows, (size,), scale, 1e-6)
 
     whole = run(x)
     for rows in [*range(1, 40), 64, 199]:

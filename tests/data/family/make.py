@@ -51,6 +51,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "kda_bare": ("KDAConfig", HEADS | {"head_dim": 16, "expand_v": 2.0, "use_short_conv": False}),
     "mamba2": ("Mamba2Config", SHAPE | {"head_dim": 16, "state_size": 16}),
     "rwkv7": ("RWKV7Config", SHAPE | RANKS | {"head_dim": 16}),
+    "rwkv7_unfused": (
+        "RWKV7Config",
+        SHAPE
+        | {"fuse_norm": False, "head_dim": None, "num_heads": 4, "intermediate_size": None, "hidden_ratio": 2,
+           "decay_low_rank_dim": 4, "gate_low_rank_dim": 6, "a_low_rank_dim": 4, "v_low_rank_dim": 4, "norm_eps": 1e-3},
+    ),
     "rwkv7_plain_norms": (
         "RWKV7Config",
         SHAPE | RANKS | {"head_dim": 32, "norm_first": False, "norm_bias": False, "tie_word_embeddings": True},
