@@ -18,7 +18,7 @@ from specla.engine.sequence import Sequence
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import load_target
 from tests.engine.residents import MIX, check_end, finish, step
-from tests.models.test_fixtures import DATA, FLA
+from tests.models.test_fixtures import DATA, VARIANTS
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE, full_size
 from tests.resident.test_forward import big
@@ -145,7 +145,7 @@ def test_ten_thousand_rounds_of_coming_and_going_leave_free_slots_alone_and_leak
 
 
 @full_size
-@pytest.mark.parametrize("variant", FLA)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_fixtures_say_on_a_gpu_what_they_say_on_a_cpu(variant: str) -> None:
     """In fp32: greedy tokens and their log-probabilities, drafted for and not."""
     params = SamplingParams(max_tokens=40, logprobs=3, ignore_eos=True)
