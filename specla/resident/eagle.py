@@ -181,10 +181,11 @@ class Eagle:
             out.tokens.copy_(slots.root[:batch, None])
             return
         network, width = self.network, self.topk
-        grown = begin(batch, width, self.num_steps, rows.device)
-        levels = begin_levels(backlog.num_tokens, self.rooted[:batch], width, self.num_steps)
+        num_steps = min(self.num_steps, size - 1)  # what is deeper would not fit
+        grown = begin(batch, width, num_steps, rows.device)
+        levels = begin_levels(backlog.num_tokens, self.rooted[:batch], width, num_steps)
         expand(grown, levels, 0, *self._top(normed, rows, slots, 0, noisy), rows, network.token_ids)
-        for depth in range(1, self.num_steps):
+        for depth in range(1, num_steps):
             tree = Tree.resident(levels.parent[:, : 1 + depth * width], levels.num_nodes[depth])
             read = self.path[:batch], backlog.before_last if depth == 1 else self.nothing[:batch]
             now = Round(tree, rows, *read, *read, 1)

@@ -363,7 +363,9 @@ def test_what_a_round_has_cost_leaves_out_idle_time_prompts_and_captures(
     after(type(target()), "prefill", lambda: queue(10**4))
     monkeypatch.setattr(resident.time, "perf_counter", lambda: clock)
     engine = make("ngram", "auto", slots=4)
-    monkeypatch.setattr(engine.budget, "observe", lambda choice, tokens, seconds, sequences: told.append(seconds))
+    monkeypatch.setattr(
+        engine.budget, "observe", lambda choice, tokens, seconds, sequences: told.append(seconds)
+    )
     for number in range(1, 6):
         Request(number, replace(WARM, max_tokens=7)).add(engine)
         for _ in range(4):
