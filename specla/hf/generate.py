@@ -127,12 +127,20 @@ class Run:
                 self.engine.target.rows.pop(sequence, None)
 
     def _step(self) -> None:
+        if self._collect():  # of rounds that a criterion has run, by generating with the same model
+            return
         assert self.engine.has_work, "a row goes on, but its sequence has ended"
         self.engine.step()
+        self._collect()
+
+    def _collect(self) -> bool:
+        """Whether there is anything new."""
+        before = sum(map(len, self.outputs))
         for sequence, output in zip(self.sequences, self.outputs, strict=True):
             if sequence.failure is not None:
                 raise sequence.failure
             output += sequence.tokens[sequence.prompt_length + len(output) :]
+        return sum(map(len, self.outputs)) > before
 
 
 def _pad(criteria: Any, config: Any) -> int | None:

@@ -80,7 +80,9 @@ def check_arguments(arguments: Mapping[str, Any], config: Any) -> None:
         if value is None or hasattr(config, name):
             continue
         if name in CACHES:
-            raise ValueError(f"{name} is not supported by specla: every call reads its prompt from the start")
+            raise ValueError(
+                f"{name}: a cache in use is not supported by specla, which reads prompts from their start"
+            )
         if name not in GIVEN:
             raise ValueError(f"{name} is not supported by specla, which reads token ids alone")
 

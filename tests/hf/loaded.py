@@ -62,7 +62,7 @@ class FlaConfig(transformers.PretrainedConfig):
 
 
 class FlaModel(transformers.PreTrainedModel, transformers.GenerationMixin):
-    """Names and configuration of flash-linear-attention's, and the forward pass of `naive_forward`, read from scratch."""
+    """Names and configuration of flash-linear-attention's, and the forward pass of `naive_forward` from scratch."""
 
     config_class = FlaConfig
 

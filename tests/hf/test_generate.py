@@ -77,8 +77,14 @@ def test_text_under_options(name: str):
     """Each is seen to change the text, but for one that cannot."""
     asked = prompts(seed=1)
     text = check(qwen(), **asked | OPTIONS[name])
-    few = {k: v for k, v in OPTIONS[name].items() if k in ("eos_token_id", "input_ids") and not name.startswith("end")}
-    without = qwen().generate(**ASKED | asked | ({"attention_mask": None} if "input_ids" in few else {}) | few)
+    few = {
+        k: v
+        for k, v in OPTIONS[name].items()
+        if k in ("eos_token_id", "input_ids") and not name.startswith("end")
+    }
+    without = qwen().generate(
+        **ASKED | asked | ({"attention_mask": None} if "input_ids" in few else {}) | few
+    )
     assert torch.equal(text, without) == (name in ("nothing", "renormalize_logits"))
 
 
@@ -91,7 +97,9 @@ def test_padding_that_is_inferred():
     asked = prompts()
     expected = qwen().generate(**ASKED, input_ids=asked["input_ids"])
     assert torch.equal(expected, qwen().generate(**ASKED, **asked))
-    assert torch.equal(expected, qwen().generate(**ASKED, input_ids=asked["input_ids"], custom_generate=speculative))
+    assert torch.equal(
+        expected, qwen().generate(**ASKED, input_ids=asked["input_ids"], custom_generate=speculative)
+    )
 
 
 def test_many_rows_and_fewer_again():
