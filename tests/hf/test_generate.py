@@ -17,7 +17,6 @@ from tests.hf.loaded import QWEN, FlaModel, load_qwen, prompts, qwen, told, tran
 SETTINGS = [
     speculative,
     Speculative("none"),
-    Speculative("ngram", num_speculative_tokens=3, topk=1),
     Speculative(num_speculative_tokens=12, num_steps=4, topk=3),
 ]
 OPTIONS: dict[str, dict[str, Any]] = {

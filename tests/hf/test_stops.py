@@ -157,3 +157,16 @@ def test_a_criterion_may_generate_with_the_same_model():
     asked = prompts() | {"max_new_tokens": 6, "pad_token_id": 0}
     text = qwen().generate(**asked, custom_generate=speculative, stopping_criteria=[Asked(generates)])
     assert torch.equal(text, qwen().generate(**asked))
+
+
+def test_a_directory_that_is_named_as_custom_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path))
+    examples, streamers = Path(__file__).parent.parent.parent / "examples", (Keeper(), Keeper())
+    asked = ASKED | prompts(seed=1)
+    expected = qwen().generate(**asked, streamer=streamers[0])
+    got = qwen().generate(
+        **asked, streamer=streamers[1], custom_generate=str(examples), trust_remote_code=True
+    )
+    assert torch.equal(got, expected) and streamers[0].given == streamers[1].given
+    with pytest.raises(ValueError, match="num_beams=2"):
+        qwen().generate(**asked, num_beams=2, custom_generate=str(examples), trust_remote_code=True)
