@@ -32,7 +32,7 @@ class Adoption:
     def __init__(self, model: Any, weights: Mapping[str, Tensor], stamp: Stamp):
         self.stamp = stamp
         self.target, self.copied = adopt_target(model.config.to_dict(), weights)
-        self.directory = Path(str(getattr(model, "name_or_path", "") or ""))
+        self.directory = _directory(model)
         self.lock = threading.RLock()
         self._engines: dict[tuple[Setting, bool], Engine] = {}
 
@@ -47,7 +47,15 @@ class Adoption:
             return known
         self._engines.pop((setting, processed), None)  # its slots before those of the next
         asked, config = setting
-        network = load_network(choose_drafter(asked, self.directory, config), self.target, self.directory)
+        if self.directory is None and asked == "mtp":
+            raise ValueError(
+                "drafter mtp is read from the directory that a model was loaded from, and there is none"
+            )
+        directory = self.directory or Path()
+        chosen = choose_drafter(
+            "ngram" if self.directory is None and asked is None else asked, directory, config
+        )
+        network = load_network(chosen, self.target, directory)
         drafter = make_drafter(network, config, self.target.config.vocab_size, 0, num_seqs)
         target = ProcessedTarget(self.target) if processed else self.target
         engine = self._engines[setting, processed] = make_engine(target, drafter, config, num_seqs)
@@ -91,6 +99,23 @@ def forget(model: Any) -> None:
         _KNOWN.pop(model, None)
 
 
+def _directory(model: Any) -> Path | None:
+    """Where a model was loaded from: a directory, or the place in the Hub's cache."""
+    name = str(getattr(model, "name_or_path", ""))
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(
+            name, "config.json", revision=getattr(model.config, "_commit_hash", None)
+        )
+    except HFValidationError:  # no name of a repository
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def _check_modules(model: Any) -> None:
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(
@@ -121,6 +146,8 @@ def _check_weights(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if type(weight) not in (Tensor, nn.Parameter):
             raise ValueError(f"{name} is a {type(weight).__name__}: only plain tensors are supported")
+    if any(torch.is_autocast_enabled(weight.device.type) for weight in weights.values()):
+        raise ValueError("autocast is not supported: convert the model to the dtype instead")
     devices = sorted({str(weight.device) for weight in weights.values()})
     if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Speculative:
         ValueError: for an unknown field or a value out of range.
     """
 
-    def __init__(self, drafter: str | None = None, **speculative_config: Any):
+    def __init__(self, drafter: str | Path | None = None, **speculative_config: Any):
+        if drafter is not None and not isinstance(drafter, (str, Path)):
+            raise ValueError(f"drafter must be a name or a directory, got {drafter!r}")
         self.drafter = None if drafter is None else str(drafter)
         self.config = SpeculativeConfig.from_dict(speculative_config)
         if drafter == "synthetic" or self.config.synthetic_acceptance_rate is not None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from specla.hf import forget, speculative
+from specla.hf import Speculative, forget, speculative
 from specla.hf.adoption import adopt
 from specla.models.loader import load_target
 from tests.hf.loaded import DATA, QWEN, FlaModel, load_qwen, prompts, qwen, transformers
 
+huggingface_hub = pytest.importorskip("huggingface_hub")
 ASKED = {"max_new_tokens": 12, "pad_token_id": 0}
 
 
@@ -136,6 +139,14 @@ def test_dropout_at_work_is_refused():
     check(model)
 
 
+def test_autocast_is_refused():
+    with (
+        pytest.raises(ValueError, match=r"^autocast is not supported"),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        qwen().generate(**ASKED, **prompts(), custom_generate=speculative)
+
+
 def test_weights_elsewhere_are_refused():
     model = load_qwen("dense").to("meta")
     with pytest.raises(ValueError, match="one device, a CPU or a CUDA GPU, and are on meta"):
@@ -170,3 +181,52 @@ def test_weights_that_do_not_fit_the_configuration():
     model.lm_head.weight = nn.Parameter(torch.zeros(60, 24))
     with pytest.raises(ValueError, match=r"lm_head\.weight has shape \[60, 24\]"):
         adopt(model)
+
+
+def test_a_model_from_the_hub_drafts_with_what_its_snapshot_holds(monkeypatch: pytest.MonkeyPatch):
+    model = load_qwen("dense_tied")
+    assert adopt(model).directory == DATA / "qwen" / "dense_tied"
+    model.name_or_path = model.config.name_or_path = "someone/dense_tied"
+    forget(model)
+    assert adopt(model).directory is None
+    found = str(DATA / "qwen" / "dense_tied" / "config.json")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: found)
+    forget(model)
+    assert adopt(model).directory == DATA / "qwen" / "dense_tied"
+    assert (
+        adopt(model).engine((None, Speculative().config), False, 1).drafter.layer_ids
+    )  # reads the target's features
+
+
+def test_a_model_that_was_loaded_from_nowhere_drafts_by_lookup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "drafter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    model = load_qwen("dense_tied")
+    for name in ("", "no/name of a repository/at all"):
+        model.name_or_path = model.config.name_or_path = name
+        forget(model)
+        check(model)
+        assert adopt(model).directory is None
+        with pytest.raises(ValueError, match="drafter mtp is read from the directory"):
+            model.generate(**ASKED, **prompts(), custom_generate=Speculative("mtp"))
+
+
+def test_threads_take_turns():
+    model, texts = load_qwen("dense"), {}
+    expected = check(model)
+
+    def work(name: int) -> None:
+        for _ in range(3):
+            texts.setdefault(name, []).append(
+                model.generate(**ASKED, **prompts(), custom_generate=speculative)
+            )
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(text, expected) for made in texts.values() for text in made)
+    assert [len(made) for made in texts.values()] == [3, 3, 3]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from specla.engine.resident import ResidentEngine
 from specla.hf import Speculative, speculative
 from specla.hf.adoption import adopt
-from tests.hf.loaded import FlaModel, load_qwen, prompts
+from tests.hf.loaded import DATA, FlaModel, load_qwen, prompts
 from tests.hf.test_stops import Keeper
 from tests.ops.triton import DEVICE, full_size
 
@@ -56,3 +57,13 @@ def test_text_by_rounds_that_never_leave_the_gpu():
         model.model.norm.weight.mul_(1.25)
     got = model.generate(**ASKED, **moved(asked), custom_generate=setting)
     assert torch.equal(got.cpu(), model.cpu().generate(**ASKED, **asked))
+
+
+@full_size
+@pytest.mark.parametrize("variant", ["plain", "tied"])
+def test_text_of_models_of_flash_linear_attention(variant: str):
+    library = pytest.importorskip("fla.models")
+    model = library.GatedDeltaNetForCausalLM.from_pretrained(DATA / "fla" / variant, dtype=torch.float32)
+    asked = moved(prompts(2, 6, vocab=model.config.vocab_size))
+    expected = model.to(DEVICE).generate(**ASKED, **asked)
+    assert torch.equal(model.generate(**ASKED, **asked, custom_generate=speculative), expected)

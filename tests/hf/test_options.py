@@ -154,6 +154,14 @@ def test_processors_of_unknown_kinds():
         qwen().generate(**ASKED, **prompts(2), logits_processor=[Mine()], custom_generate=speculative)
 
 
+def test_stop_strings_need_their_criterion():
+    """`generate` keeps the tokenizer from callables; once it does not, docs/huggingface.md may say so."""
+    with pytest.raises(ValueError, match="tokenizer"):
+        qwen().generate(
+            **ASKED, **prompts(2), stop_strings="a", tokenizer=object(), custom_generate=speculative
+        )
+
+
 def test_watermarks():
     with pytest.raises(ValueError, match="watermarking_config"):
         qwen().generate(
@@ -173,6 +181,7 @@ def test_sampling_parameters_out_of_our_range():
         ({"num_tokens": 3}, "unknown speculative_config keys"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens must be"),
         ({"drafter": "synthetic"}, "synthetic"),
+        ({"drafter": 3}, "drafter must be a name or a directory, got 3"),
         ({"synthetic_acceptance_rate": 0.5}, "synthetic"),
     ],
 )
