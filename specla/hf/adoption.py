@@ -146,10 +146,10 @@ def _check_weights(weights: Mapping[str, Tensor]) -> None:
     for name, weight in weights.items():
         if type(weight) not in (Tensor, nn.Parameter):
             raise ValueError(f"{name} is a {type(weight).__name__}: only plain tensors are supported")
-    if any(torch.is_autocast_enabled(weight.device.type) for weight in weights.values()):
-        raise ValueError("autocast is not supported: convert the model to the dtype instead")
     devices = sorted({str(weight.device) for weight in weights.values()})
     if len(devices) != 1 or torch.device(devices[0]).type not in ("cpu", "cuda"):
         raise ValueError(
             f"the weights must be on one device, a CPU or a CUDA GPU, and are on {', '.join(devices)}"
         )
+    if torch.is_autocast_enabled(torch.device(devices[0]).type):
+        raise ValueError("autocast is not supported: convert the model to the dtype instead")
