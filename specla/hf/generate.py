@@ -57,7 +57,7 @@ class Speculative:
         arguments = arguments_of_generate(model)
         check_config(generation_config)
         check_arguments(arguments, generation_config)
-        streamer = model_kwargs.pop("streamer", None) or arguments.get("streamer")
+        streamer = model_kwargs.pop("streamer", arguments.get("streamer"))
         starts = check_model_kwargs(model_kwargs, input_ids)
         planned = plan(logits_processor or (), bool(generation_config.do_sample), starts)
         batch = Batch(input_ids, stopping_criteria, _pad(stopping_criteria, generation_config))
@@ -84,16 +84,16 @@ class Run:
         self.engine, self.batch = engine, batch
         self.sequences: list[Sequence] = []
         self.outputs: list[list[int]] = [[] for _ in starts]
-        length, ends = batch.prompt.shape[1], sorted(batch.end_ids) if batch.pad is not None else ()
+        length = batch.prompt.shape[1]
+        # end tokens below 0 are those that people name to have none
+        ends = sorted(i for i in batch.end_ids if i >= 0) if batch.pad is not None else ()
         params = SamplingParams(
             **planned.sampling,  # type: ignore[arg-type]
             max_tokens=max(1, min(batch.limits) - length), ignore_eos=True, stop_token_ids=ends,
         )  # fmt: skip
         seeds: list[int | None] = [None] * len(starts)
-        if params.temperature:
-            seeds = torch.randint(
-                2**63 - 1, (len(starts),)
-            ).tolist()  # so that torch.manual_seed repeats a text
+        if params.temperature:  # by torch's generator, so that torch.manual_seed repeats a text
+            seeds = torch.randint(2**63 - 1, (len(starts),)).tolist()
         try:
             for row, (ids, start) in enumerate(zip(batch.prompt.tolist(), starts, strict=True)):
                 sequence = engine.add(ids[start:], replace(params, seed=seeds[row]))

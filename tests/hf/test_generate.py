@@ -23,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "end": {"eos_token_id": 46},
     "ends": {"eos_token_id": [43, 2, 5]},
+    "no_end": {"eos_token_id": -1},
     "max_length": {"max_length": 20, "max_new_tokens": None},
     "min_new_tokens": {"eos_token_id": [46, 16, 26], "min_new_tokens": 9},
     "min_length": {"eos_token_id": [46, 16, 26], "min_length": 21},
@@ -84,7 +85,7 @@ def test_text_under_options(name: str):
     without = qwen().generate(
         **ASKED | asked | ({"attention_mask": None} if "input_ids" in few else {}) | few
     )
-    assert torch.equal(text, without) == (name in ("nothing", "renormalize_logits"))
+    assert torch.equal(text, without) == (name in ("nothing", "no_end", "renormalize_logits"))
 
 
 def test_prompts_without_a_mask_and_of_one_token():
