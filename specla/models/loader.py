@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specla.models.architectures import architecture_of
+from specla.models.architectures import ARCHITECTURES, architecture_of
 from specla.models.config import ModelConfig
 from specla.models.experts import Experts
 from specla.models.fla_layout import gated_deltanet
@@ -46,25 +46,36 @@ def load_target(
         ValueError: in one line, when the directory, the configuration or the weights do not fit.
     """
     directory, device = Path(directory), torch.device(device)
-    raw = read_raw_config(directory)
-    architecture = architecture_of(raw)
-    config = architecture.config(raw)
+    config = read_config(directory)
     work = resolve_dtype(dtype, device)
-    with torch.device("meta"):
-        model = architecture.model(config)
+    model, sources, unused = empty_target(config, stored_names(directory))
     check_room(model, device, work)
-    sources = architecture.sources(config, stored_names(directory))
     shapes = {part: shape for source in sources.values() for part, shape in source.shapes.items()}
     (embeddings,) = sources["embeddings.weight"].shapes
     optional = {HEAD} - shapes.keys()
-    weights = read_weights(
-        directory, {HEAD: shapes[embeddings], **shapes}, optional, unused=architecture.unused
-    )
-    if optional and HEAD in weights and not _same_values(weights[HEAD], weights[embeddings]):
+    weights = read_weights(directory, {HEAD: shapes[embeddings], **shapes}, optional, unused=unused)
+    if optional and HEAD in weights and not same_values(weights[HEAD], weights[embeddings]):
         raise ValueError(
             f"{directory}: config.json says tie_word_embeddings, but {HEAD} differs from {embeddings}"
         )
-    model.load_state_dict(join_weights(sources, weights, device, work), assign=True)
+    return fill_target(model, join_weights(sources, weights, device, work))
+
+
+def empty_target(
+    config: ModelConfig, stored: Collection[str]
+) -> tuple[LanguageModel, dict[str, Source], tuple[str, ...]]:
+    """A target without weights; of which tensors of a checkpoint that holds `stored` it takes them; and how the names
+    of those begin that it passes over.
+    """
+    architecture = ARCHITECTURES[config.model_type]
+    with torch.device("meta"):
+        model = architecture.model(config)
+    return model, architecture.sources(config, stored), architecture.unused
+
+
+def fill_target(model: LanguageModel, state: Mapping[str, Tensor]) -> LanguageModel:
+    """Give an empty target its parameters, ready to run."""
+    model.load_state_dict(state, assign=True)
     measure_products(model, [] if model.lm_head is not None else [model.embeddings.weight])
     return model.requires_grad_(False).eval()
 
@@ -86,16 +97,20 @@ def join_weights(
     sources: Mapping[str, Source], weights: dict[str, Tensor], device: torch.device, work: torch.dtype
 ) -> dict[str, Tensor]:
     """Our parameters out of the stored ones, which are used up; matrices in `work`."""
-    exact = torch.float64 if work == torch.float64 else torch.float32
     state = {}
     uses = Counter(part for source in sources.values() for part in source.shapes)
     for name, source in sources.items():
         uses.subtract(list(source.shapes))
         joined = source.join([weights[part] if uses[part] else weights.pop(part) for part in source.shapes])
-        is_matrix = joined.dim() > 1 and not name.endswith("conv_weight")
         # joined is a copy: weights must not change when their file does
-        state[name] = joined.to(device=device, dtype=work if is_matrix else exact)
+        state[name] = joined.to(device=device, dtype=parameter_dtype(name, joined.dim(), work))
     return state
+
+
+def parameter_dtype(name: str, dim: int, work: torch.dtype) -> torch.dtype:
+    """Of one of our parameters of `dim` dimensions, where matrices are in `work`."""
+    is_matrix = dim > 1 and not name.endswith("conv_weight")
+    return work if is_matrix or work == torch.float64 else torch.float32
 
 
 def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
@@ -115,7 +130,11 @@ def measure_products(model: nn.Module, further: Sequence[Tensor] = ()) -> None:
 
 def read_config(directory: str | Path) -> ModelConfig:
     """The configuration of a checkpoint directory; ValueError when there is none that specla understands."""
-    raw = read_raw_config(Path(directory))
+    return parse_config(read_raw_config(Path(directory)))
+
+
+def parse_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """The same of what a config.json holds."""
     return architecture_of(raw).config(raw)
 
 
@@ -243,16 +262,27 @@ def read_weights(
             kinds = "integers" if name in integers else "float32, bfloat16 or float16"
             raise ValueError(f"{file}: {name} has dtype {tensor.dtype}, expected {kinds}")
         weights[name] = tensor
-    missing, unexpected = sorted(shapes.keys() - optional - stored), sorted(stored - shapes.keys())
+    check_names(str(directory), shapes, optional, stored, unused)
+    return weights
+
+
+def check_names(
+    where: str,
+    wanted: Collection[str],
+    optional: Collection[str],
+    stored: Collection[str],
+    unused: tuple[str, ...],
+) -> None:
+    """ValueError, in one line, unless the tensors that are there are those that a configuration asks for."""
+    missing, unexpected = sorted({*wanted} - {*optional} - {*stored}), sorted({*stored} - {*wanted})
     unexpected = [name for name in unexpected if not name.startswith(unused)]
     if missing or unexpected:
         told = [f"{len(x)} {what} ({', '.join(x[:4])}{', ...' if len(x) > 4 else ''})"
                 for x, what in ((missing, "missing"), (unexpected, "unexpected")) if x]  # fmt: skip
-        raise ValueError(f"{directory}: the weights do not fit config.json: {' and '.join(told)}")
-    return weights
+        raise ValueError(f"{where}: the weights do not fit config.json: {' and '.join(told)}")
 
 
-def _same_values(a: Tensor, b: Tensor) -> bool:
+def same_values(a: Tensor, b: Tensor) -> bool:
     wide = torch.promote_types(a.dtype, b.dtype)
     return torch.equal(a.to(wide), b.to(wide))
 
