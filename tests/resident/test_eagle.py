@@ -13,7 +13,7 @@ from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import SequenceMetrics
-from specla.resident.eagle import supports
+from specla.resident.eagle import Eagle, supports
 from tests.resident import DEVICE
 from tests.targets import VOCAB, make_target
 
@@ -87,3 +87,29 @@ def test_rounds_without_drafts_are_read_like_all_others() -> None:
         texts.append(sequence.output)
         counts.append((sequence.metrics.num_draft_tokens, sequence.metrics.accepted_per_round))
     assert texts[0] == texts[1] and counts[0] == counts[1]
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="graphs call nothing that could be counted")
+def test_no_level_is_drafted_that_a_round_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    levels: list[int] = []
+    propose, level = Eagle.propose, Eagle._level
+
+    def counted_propose(self: Eagle, *args: object) -> None:
+        levels.append(0)
+        propose(self, *args)
+
+    def counted_level(self: Eagle, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+        levels[-1] += 1
+        return level(self, *args)
+
+    monkeypatch.setattr(Eagle, "propose", counted_propose)
+    monkeypatch.setattr(Eagle, "_level", counted_level)
+    engine = ResidentEngine(
+        make_target("plain"), EagleDrafter(make_network(), 6, 4, 2, max_num_seqs=1), SPECULATION, 1
+    )
+    budgets = [6, 3, 2, 1, 0]
+    engine.budget.choose = cycle(budgets).__next__
+    engine.add(PROMPTS[0], SamplingParams(max_tokens=64, ignore_eos=True))
+    for _ in budgets:
+        engine.step()
+    assert levels[: len(budgets)] == [3, 2, 1, 0, 0]
