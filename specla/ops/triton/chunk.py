@@ -23,6 +23,7 @@ from specla.ops.checks import require
 from specla.ops.gate import Gate
 from specla.ops.triton import DTYPES, MAX_ROWS
 from specla.ops.triton.chunk_scan import scan_kernel
+from specla.ops.triton.chunk_walk import walk_kernel
 from specla.ops.triton.prepare import EPS, log_decay
 
 BLOCK = 32  # tokens
@@ -100,7 +101,8 @@ def chunk_prefill(
         num_warps=4, num_stages=1, maxnreg=None if full else 168,  # three programs to a multiprocessor
     )  # fmt: skip
     BV, warps, stages = tile(dim_v, full)
-    scan_kernel[(triton.cdiv(dim_v, BV), value_heads, batch)](
+    walk = scan_kernel if full else walk_kernel
+    walk[(triton.cdiv(dim_v, BV), value_heads, batch)](
         v, state, slots, ends, sides, mixes, scalars, peaks, o, dim_k**-0.5 if scale is None else scale,
         *v.stride()[:3], *state.stride()[:3], *o.stride()[:3], size,
         C=BLOCK, BV=BV, PEAKS=32, **rule, num_warps=warps, num_stages=stages,
@@ -117,11 +119,8 @@ def largest_head(device: torch.device) -> int:
 
 
 def tile(dim_v: int, full: bool) -> tuple[int, int, int]:
-    """V of a program of the walk, its warps, and its stages: a matter of a row's shape and dtype alone.
-
-    A group of four warps multiplies 64 rows at a time.
-    """
-    return (16, 8, 1) if full else (min(64, max(16, triton.next_power_of_2(dim_v))), 4, 3)
+    """V of a program of the walk, its warps, and its stages: a matter of a row's shape and dtype alone."""
+    return (16, 8, 1) if full else (min(32, max(16, triton.next_power_of_2(dim_v))), 4, 3)
 
 
 def _check(
@@ -298,12 +297,13 @@ def chunk_kernel(
     tl.store(p_scalars + R + C, tl.zeros([C], tl.float32))  # queries write nothing
     tl.store(scalars + (at * 4 + 2) * R + tl.arange(0, R), tl.full([R], 1.0, tl.float32) * whole)
 
+    read = (qk * between).to(half)
     A = tl.where(o_i > o_j, kk * between * b_beta[:, None], 0.0)
     solve = (unit_lower_inverse(A, LOG_C) * b_beta[None, :]).to(half)
     p_mix = mixes + at * R * R + o_i * R + o_j
     tl.store(p_mix, solve)
     tl.store(p_mix + C, tl.zeros([C, C], half))
-    tl.store(p_mix + C * R, tl.dot((qk * between).to(half), solve, input_precision="tf32x3").to(half))
+    tl.store(p_mix + C * R, tl.dot(read, solve, input_precision="tf32x3").to(half))
     tl.store(p_mix + C * R + C, tl.where(o_i == o_j, 1.0, 0.0).to(half))
 
     p_v = v + i_b * s_vb + i_hv * s_vh + r_t * s_vt + o_d[None, :]

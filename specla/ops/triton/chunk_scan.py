@@ -1,9 +1,8 @@
 """The walk along a prompt: states and outputs block after block, from what `chunk` knows of each block alone.
 
 The state of one tile of V stays in registers from the first block to the last. It is the left operand of every product
-that it enters, as are the values made of it, so nothing but what was prepared goes through shared memory. That takes
-half precision for bf16 inputs too, which rounds eight times finer than bf16: rows are unit vectors, and values are
-counted in units of their own largest.
+that it enters, as are the values made of it, so nothing but what was prepared goes through shared memory. This is how
+fp32 inputs are read; `chunk_walk` is for the others. Values are counted in units of their own largest.
 """
 
 import triton

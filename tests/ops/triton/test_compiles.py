@@ -22,5 +22,7 @@ def check_compiles(program: str, kernels: str, cache: Path) -> None:
 
 
 def test_every_kernel_compiles_for_a_gpu(tmp_path: Path) -> None:
-    kernels = "exact parallel prepare commit tree_conv conv_commit schedule linear norm gated_norm chunk scan"
+    kernels = (
+        "exact parallel prepare commit tree_conv conv_commit schedule linear norm gated_norm chunk scan walk"
+    )
     check_compiles("tests.ops.triton.compiled", kernels, tmp_path)
