@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--accumulate", type=int, default=1, metavar="N", help="times that many rows make a step")
     p.add_argument(
-        "--recompute", type=int, default=0, metavar="N", help="layers computed again to save memory"
+        "--recompute", type=int, default=2, metavar="N", help="layers computed again to save memory"
     )
     p.add_argument("--compile", choices=("layers", "whole", "none"), default="layers", help="of the target")
     p.add_argument("--drafter-compile", choices=("whole", "none"), default="whole")

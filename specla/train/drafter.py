@@ -20,7 +20,7 @@ from specla.models.language_model import LanguageModel
 from specla.models.layers import set_compute_dtype
 from specla.models.target import Tap
 from specla.train.data import TokenDataset
-from specla.train.graph import step_function
+from specla.train.graph import Step
 from specla.train.objectives import Objective, chain_matches, unrolled_loss, walk
 from specla.train.rollouts import Recorder, Rollouts
 from specla.train.run import Row, Training, make_optimizers, ranks, run_training
@@ -234,7 +234,7 @@ def train_drafter(
         )
         return {"loss": value, "first_token_match": first}
 
-    step_gradients = step_function(network, loss, source.batch(0), whole=training.compile == "whole")
+    step_gradients = Step(network, loss, source.batch(0), whole=training.compile == "whole")
 
     identity = {
         "shape": asdict(config), "training": asdict(training), "target": fingerprint(target),

@@ -19,7 +19,7 @@ from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.loader import save_target
 from specla.train.cross_entropy import cross_entropy, token_losses
 from specla.train.data import TokenDataset
-from specla.train.graph import step_function
+from specla.train.graph import Step
 from specla.train.run import Training, make_optimizers, ranks, run_training
 from specla.train.valid import ValidWindows
 
@@ -105,12 +105,13 @@ def train_target(
 
     def measure() -> dict[str, Any]:
         assert windows is not None
+        step_gradients.release()
         # compiling a pass without gradients would take longer than the pass
         with torch.compiler.set_stance("force_eager"):
             return {"bits_per_byte": bits_per_byte(model, windows, share // training.accumulate)}
 
     with _layers(model, training, compiled=device.type == "cuda" and training.compile == "layers"):
-        step_gradients = step_function(
+        step_gradients = Step(
             model, lambda tokens: {"loss": text_loss(model, tokens)}, [example], parts=training.accumulate,
             whole=training.compile == "whole",
         )  # fmt: skip
