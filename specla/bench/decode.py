@@ -1,4 +1,4 @@
-"""One batch decoded by an engine, timed without prompts and without captures of graphs."""
+"""Prompts decoded together, timed without captures of graphs and without the reading of the first prompts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ MOST_RUNS = 12  # of one batch, those included that capture graphs
 
 
 class Decoded(NamedTuple):
-    """A batch decoded; seconds, rates and rounds are medians of the repeats, all else is the last one's.
+    """Prompts decoded; seconds, rates and rounds are medians of the repeats, all else is the last one's.
 
-    steady_rate: tokens a second until the first of its sequences ends, as where others take their places. rounds: of
-    the engine; steps: of all sequences. alike: whether all runs gave the same tokens, those that captured included.
+    steady_rate: tokens a second as long as there is a sequence for every place. rounds: of the engine; steps: of all
+    sequences. alike: whether all runs gave the same tokens, those that captured included.
     """
 
     outputs: list[list[int]]
@@ -51,6 +51,8 @@ def decode_batch(
 ) -> Decoded:
     """Decode prompts together, again until `repeat` runs needed no new graphs.
 
+    Those beyond the engine's places wait for one, and are read in the time that is taken.
+
     Args:
         references: what plain decoding gives, for a drafter that is told. first: number of the first prompt, with which
             its luck differs.
@@ -68,11 +70,12 @@ def decode_batch(
             for sequence, output in zip(sequences, references, strict=True):
                 engine.drafter.references[sequence.key] = [*sequence.tokens, *output]
         engine.admit()
+        places = len(engine.running)
         if engine.pool.device.type == "cuda":
             torch.cuda.synchronize(engine.pool.device)
         start, rounds, rate = time.perf_counter(), 0, 0.0
         while engine.has_work:
-            full = len(engine.running) == len(sequences)
+            full = len(engine.running) == places or bool(engine.waiting)
             engine.step()
             rounds += 1
             if full:

@@ -36,7 +36,8 @@ class TableSettings:
 
     Args:
         batches: sequences that run together. per_suite: prompts of a suite, one number for all batch sizes or one for
-            each; for larger batches as many as the batch.
+            each, and at least as many as the batch. One by one they are timed alone; otherwise they queue for the
+            batch's places, and those that wait are read in the time that is taken.
         max_tokens: new tokens of each; the end of a text is ignored. repeat: runs of each batch; times are medians.
         tree_steps, topk: depth and width of trees. prune_threshold: of pruned ones.
         rates, drafts: of the curve, largest first, at the first batch size and the lowest temperature, on the first
@@ -264,8 +265,9 @@ def _measure_cell(
     engine: Engine, way: Way, suite: str, prompts: list[list[int]], heat: float, batch: int,
     settings: TableSettings, table: Table,
 ) -> dict[str, Any]:  # fmt: skip
-    """All batches of one suite, as one row."""
-    count = max(settings.prompts(batch), batch) // batch * batch
+    """All prompts of one suite, as one row."""
+    count = max(settings.prompts(batch), batch)
+    together = count if batch > 1 else 1
     prompts = (prompts * -(-count // len(prompts)))[:count]
     params = [
         SamplingParams(
@@ -275,12 +277,10 @@ def _measure_cell(
     ]
     key = f"{suite}/{batch}/{heat:g}"
     wanted = [] if way.drafter == "none" else table.plain[key]["outputs"]
-    runs = [
-        decode_batch(
-            engine, prompts[n : n + batch], params[n : n + batch], settings.repeat, wanted[n : n + batch], n
-        )
-        for n in range(0, count, batch)
-    ]
+    runs = []
+    for n in range(0, count, together):
+        part = slice(n, n + together)
+        runs.append(decode_batch(engine, prompts[part], params[part], settings.repeat, wanted[part], n))
     outputs = [output for run in runs for output in run.outputs]
     seconds, rounds, steps = (
         sum(getattr(run, name) for run in runs) for name in ("seconds", "rounds", "steps")

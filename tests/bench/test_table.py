@@ -93,6 +93,9 @@ def test_a_batch_tells_what_its_sequences_did(target) -> None:
     config = SpeculativeConfig(num_speculative_tokens=0)
     plain = decode_batch(Engine(target, NoDrafter(), config, 2), [[1, 2], [3]], params)
     assert plain.rounds == 8 and plain.steps == 16 and plain.drafted == 0 and plain.seconds > 0
+    queue = decode_batch(Engine(target, NoDrafter(), config, 2), [[1, 2], [3], [4]], [*params, params[0]])
+    assert queue.outputs[:2] == plain.outputs and len(queue.outputs[2]) == 8
+    assert queue.rounds == 16 and queue.steps == 24 and queue.steady_rate > 0
     told = SyntheticDrafter(1.0, 3, 3, 1, VOCAB)
     config = SpeculativeConfig(3, 3, 1, synthetic_acceptance_rate=1.0)
     fast = decode_batch(Engine(target, told, config, 2), [[1, 2], [3]], params, 2, plain.outputs, first=6)
