@@ -99,7 +99,8 @@ def _launch(
         BK, stages = 64, 3
     if scale is not None and BR <= FEW:
         BM, BK, warps, stages = 32, 256, 4, 4 if BR == 16 else 3
-    grid = (triton.cdiv(outputs, BM), triton.cdiv(rows, BR), split)
+    # rows go by first, so that a weight that several of their tiles read comes from memory once
+    grid = (triton.cdiv(rows, BR), triton.cdiv(outputs, BM), split)
     gathers = split > 1 and not parts
     held = x.new_empty((grid[0] * grid[1] * split, BM, BR) if gathers else (1,), dtype=torch.float32)
     arrived = counters(grid[0] * grid[1], x.device) if gathers else held
@@ -145,11 +146,11 @@ def linear_kernel(
     K: tl.constexpr, KS: tl.constexpr, BM: tl.constexpr, BR: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
     SWIGLU: tl.constexpr, PARTS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles of outputs, tiles of rows, splits). A tile of SwiGLU holds gates and the values they belong to."""
+    """Grid: (tiles of rows, tiles of outputs, splits). A tile of SwiGLU holds gates and the values they belong to."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    i_m, i_r, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    i_r, i_m, i_s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t_m = tl.arange(0, BM)
     o_m = i_m * BM + t_m
     m_m = o_m < outputs
@@ -179,7 +180,7 @@ def linear_kernel(
     else:
         last = True
         if SPLIT > 1:
-            i_b = i_r * tl.num_programs(0) + i_m
+            i_b = i_m * tl.num_programs(0) + i_r
             p_part = held + i_b.to(tl.int64) * SPLIT * BM * BR + t_m[:, None] * BR + tl.arange(0, BR)[None, :]
             tl.store(p_part + i_s * BM * BR, b_o)
             tl.debug_barrier()
