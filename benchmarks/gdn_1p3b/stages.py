@@ -279,14 +279,13 @@ def _measure(args: argparse.Namespace, shape: Shape, device: torch.device, over:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
     table = Table(args.work / "table.json", identity)
+    table.made["about"] = _about(args, target)
     begun = time.monotonic()
 
     def ends() -> bool:
         return over(20.0) or time.monotonic() - begun > 60 * args.measure_minutes
 
     finished = measure_table(target, network, suites, settings, table, progress=sys.stderr, over=ends)
-    table.made["about"] = _about(args, target)
-    table.add("rows", [])
     if finished:
         (args.work / "measure.done").touch()
     return finished
