@@ -28,7 +28,7 @@ def choose_drafter(asked: str | Path | None, model: Path, config: SpeculativeCon
             drafter = model / COMPANION
             if not (drafter / "config.json").is_file():
                 raise ValueError(
-                    f"{drafter} has no config.json, as while it is trained: name a drafter, ngram for instance"
+                    f"{drafter} has no config.json (is it still being trained?): name another drafter, ngram say"
                 )
     elif isinstance(asked, (str, Path)):
         drafter = asked if asked in DRAFTERS else Path(asked)

@@ -69,7 +69,7 @@ def test_a_directory_in_which_a_drafter_is_not_written_yet_is_refused_unless_ano
     tmp_path: Path,
 ) -> None:
     (tmp_path / COMPANION).mkdir()
-    with pytest.raises(ValueError, match=r"has no config\.json.* name a drafter"):
+    with pytest.raises(ValueError, match=r"has no config\.json.* name another drafter"):
         choose_drafter(None, tmp_path, ANY)
     assert choose_drafter("ngram", tmp_path, ANY) == "ngram"
 
