@@ -15,11 +15,10 @@ import torch
 
 from specla import __version__
 from specla.drafters import NoDrafter
-from specla.drafters.mtp import has_mtp
-from specla.engine.drafting import COMPANION
+from specla.engine.drafting import choose_drafter
 from specla.engine.llm import BUNDLED_MODEL, LLM, resolve_device
 from specla.engine.outputs import CompletionOutput, RequestOutput
-from specla.engine.params import SamplingParams
+from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target, resolve_dtype
 from specla.modes import AUTO, MODES
@@ -155,7 +154,11 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
         )
     except ValueError as error:
         told = str(error)
-    drafter = "its mtp head" if has_mtp(directory) else "none of its own: ngram"
+    try:
+        chosen = choose_drafter(None, directory, SpeculativeConfig())
+        drafter = {"mtp": "its mtp head", "ngram": "none of its own: ngram"}.get(str(chosen), "its own")
+    except ValueError as error:
+        drafter = str(error)
     recurrent = [spec for spec in dict.fromkeys(specs) if isinstance(spec, RecurrentSpec)]
     heads = [f"{s.num_heads} key x {s.head_dim}, {s.value_heads} value x {s.head_v_dim}" for s in recurrent]
     windows = sorted(
@@ -172,7 +175,7 @@ def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | i
         "output_gate": config.output_gate,
         "vocabulary": config.vocab_size,
         "tokenizer": told,
-        "drafter": "its own" if (directory / COMPANION).is_dir() else drafter,
+        "drafter": drafter,
         "state_bytes": pool.bytes_per_sequence(),
         "bytes_per_draft_node": pool.bytes_per_node(),
     }

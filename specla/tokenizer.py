@@ -189,7 +189,10 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         backend = _SentencePieceBackend(file)
         _refuse_added_tokens(path, settings, len(backend.vocabulary.pieces))
     else:
-        raise ValueError(f"no tokenizer files in {path}: expected tokenizer.json or tokenizer.model")
+        raise ValueError(
+            f"no tokenizer files in {path}: expected tokenizer.json or tokenizer.model; "
+            "save_pretrained of transformers' fast tokenizers writes the former"
+        )
     add_bos = settings.get("add_bos_token")
     if add_bos is not None and not isinstance(add_bos, bool):
         raise ValueError(

@@ -448,16 +448,17 @@ def test_info(capsys: pytest.CaptureFixture[str], checkpoint: str):
     assert f"bytes per draft node  {facts['bytes_per_draft_node']}\n" in out
 
 
-def test_info_of_hybrids_and_of_checkpoints_without_tokenizer(
+def test_info_of_hybrids_and_of_checkpoints_without_tokenizer_or_drafter(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ):
     attention = {"num_heads": 4, "num_kv_heads": 2, "window_size": 7}
     save_checkpoint(tmp_path, num_hidden_layers=3, attn=attention | {"layers": [0, 2]})
     (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "drafter").mkdir()
     assert run("info", str(tmp_path), "--json") == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["layers"] == "3 of hidden size 32; softmax attention (window 7) at 0, 2"
-    assert "no tokenizer files" in facts["tokenizer"]
+    assert "no tokenizer files" in facts["tokenizer"] and "no config.json" in facts["drafter"]
 
 
 def test_info_of_a_model_with_a_drafter(capsys: pytest.CaptureFixture[str], with_drafter: str):

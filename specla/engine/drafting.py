@@ -24,7 +24,12 @@ def choose_drafter(asked: str | Path | None, model: Path, config: SpeculativeCon
     """
     if asked is None:
         drafter: str | Path = "mtp" if has_mtp(model) else "ngram"
-        drafter = model / COMPANION if _is_directory(model / COMPANION) else drafter
+        if _is_directory(model / COMPANION):
+            drafter = model / COMPANION
+            if not (drafter / "config.json").is_file():
+                raise ValueError(
+                    f"{drafter} has no config.json (is it still being trained?): name another drafter, ngram say"
+                )
     elif isinstance(asked, (str, Path)):
         drafter = asked if asked in DRAFTERS else Path(asked)
     else:

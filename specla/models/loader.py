@@ -212,7 +212,10 @@ def read_raw_config(directory: Path) -> dict[str, Any]:
     except OSError as error:  # a name too long, say
         raise ValueError(f"{str(directory)[:80]} cannot be opened: {error.strerror}") from None
     if not found:
-        raise ValueError(f"{directory} is not a directory with a checkpoint (config.json and safetensors)")
+        raise ValueError(
+            f"{directory} is not a directory with a checkpoint (config.json and safetensors); "
+            "one on the Hub is not fetched: hf download NAME --local-dir DIRECTORY"
+        )
     return read_json(directory / "config.json")
 
 
@@ -313,7 +316,7 @@ def _weight_files(directory: Path) -> list[Path]:
         pickles = sorted(p.name for p in directory.iterdir() if p.suffix in PICKLES)
         if pickles:
             raise ValueError(f"{directory} holds pickled weights only ({pickles[0]}), which are never loaded: "
-                             "convert them to safetensors")  # fmt: skip
+                             "convert them to safetensors, as save_pretrained of transformers does")  # fmt: skip
         raise ValueError(f"{directory} has no {SINGLE} and no {INDEX}")
     listed = read_json(index).get("weight_map")
     if (

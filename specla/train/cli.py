@@ -57,7 +57,10 @@ def _add_target(kinds: Any) -> None:
     p.add_argument("--tokenizer", required=True, metavar="DIR")
     _add_run(p, "bits per byte", "checkpoint")
     for name, value in MINI.items():
-        p.add_argument(_flag(name), type=type(value), default=value)
+        metavar = "N" if isinstance(value, int) else "X"
+        p.add_argument(
+            _flag(name), type=type(value), default=value, metavar=metavar, help="default: %(default)s"
+        )
     p.add_argument("--no-tie", action="store_true", help="a head of its own")
     _add_fields(p, TargetTraining)
     p.set_defaults(run=_train_target)
@@ -97,7 +100,10 @@ def _add_drafter(kinds: Any) -> None:
 def _add_run(p: Any, measured: str, result: str) -> None:
     """What every run has: a corpus, a place to write, and when to stop."""
     p.add_argument(
-        "--data", required=True, metavar="DIR", help=f"corpus: DIR/train and, for {measured}, DIR/valid"
+        "--data",
+        required=True,
+        metavar="DIR",
+        help=f"corpus: DIR/train/*.jsonl[.xz] or *.txt and, for {measured}, DIR/valid",
     )
     p.add_argument(
         "--extra", metavar="DIR", action="append", default=[], help="more training text, not split"
@@ -118,7 +124,13 @@ def _add_fields(p: Any, settings: type[Any]) -> None:
     """A flag for each field of a dataclass that is a number or a word."""
     for field in fields(settings):
         if isinstance(field.default, (int, float, str)):
-            p.add_argument(_flag(field.name), type=type(field.default), default=field.default)
+            p.add_argument(
+                _flag(field.name),
+                type=type(field.default),
+                default=field.default,
+                metavar={int: "N", float: "X", str: "NAME"}[type(field.default)],
+                help="default: %(default)s",
+            )
 
 
 def _given_fields(args: argparse.Namespace, settings: type[Any]) -> dict[str, Any]:

@@ -217,7 +217,7 @@ def train_drafter(
     if data.epoch_tokens(training.seed) < training.rows * training.length:
         raise ValueError(
             f"the corpus is too small: {data.epoch_tokens(training.seed)} tokens, one shard takes "
-            f"{training.rows} x {training.length}"
+            f"rows x length = {training.rows} x {training.length}: give more text, or make these smaller"
         )
     source = SelfText(target, config.layer_ids, data, training)
     token_ids = frequent_tokens(source.usual_tokens(), config.vocab_size, config.draft_vocab_size)

@@ -83,7 +83,7 @@ def train_target(
     if data.epoch_tokens(training.seed) < training.batch_size * training.seq_len:
         raise ValueError(
             f"the corpus is too small: {data.epoch_tokens(training.seed)} tokens, one batch takes "
-            f"{training.batch_size} x {training.seq_len}"
+            f"batch_size x seq_len = {training.batch_size} x {training.seq_len}: give more text, or make these smaller"
         )
     rank, world = ranks()
     if training.batch_size % (world * training.accumulate):

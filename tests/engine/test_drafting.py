@@ -65,6 +65,15 @@ def test_what_is_neither_is_refused(asked: Any, checkpoint: Path) -> None:
         choose_drafter(asked, checkpoint, ANY)
 
 
+def test_a_directory_in_which_a_drafter_is_not_written_yet_is_refused_unless_another_is_named(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / COMPANION).mkdir()
+    with pytest.raises(ValueError, match=r"has no config\.json.* name another drafter"):
+        choose_drafter(None, tmp_path, ANY)
+    assert choose_drafter("ngram", tmp_path, ANY) == "ngram"
+
+
 def test_settings_that_a_drafter_has_no_use_for_are_refused(checkpoint: Path, alone: Path) -> None:
     own = checkpoint / COMPANION
     for name in ("ngram", "none", None):
