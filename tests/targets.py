@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -202,6 +203,21 @@ def build_target(config: ModelConfig, dtype: torch.dtype = torch.float32, seed: 
 def prompt(length: int, seed: int = 0, vocab: int = VOCAB) -> list[int]:
     rng = random.Random(f"prompt {seed} {length}")
     return [rng.randrange(vocab) for _ in range(length)]
+
+
+def pairs(*axes: Tokens[Any]) -> list[tuple[Any, ...]]:
+    """So few points of a grid that each value of an axis still meets each value of every other."""
+
+    def of(point: tuple[int, ...]) -> set[tuple[Any, ...]]:
+        return set(combinations(enumerate(point), 2))
+
+    points = list(product(*(range(len(axis)) for axis in axes)))
+    left, chosen = set().union(*map(of, points)), []
+    while left:
+        best = max(points, key=lambda point: len(of(point) & left))
+        left -= of(best)
+        chosen.append(tuple(axis[i] for axis, i in zip(axes, best, strict=True)))
+    return chosen
 
 
 class ScriptedDrafter(TokenDrafter):

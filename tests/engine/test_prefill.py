@@ -72,8 +72,11 @@ def test_a_prefill_in_stretches_equals_one_in_one_piece(variant: str) -> None:
         assert distance(committed(prefilled(target, pieces), 0), whole) < 1e-10
 
 
-@pytest.mark.parametrize("variant", ["plain", "hybrid_two_kinds", "mamba2", "kda", "kimi"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [*((name, torch.float64) for name in ("plain", "hybrid_two_kinds", "mamba2", "kda", "kimi")),
+     ("plain", torch.float32), ("hybrid_two_kinds", torch.float32)],
+)  # fmt: skip
 def test_prompts_of_1_to_600_tokens(variant: str, dtype: torch.dtype) -> None:
     """Across the chunks of the rule (64) and of the prefill (512), one slot for all."""
     target = make_target(variant, dtype)

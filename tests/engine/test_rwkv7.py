@@ -16,25 +16,31 @@ from tests.engine import (
     test_slots as slots,
     test_stops as stops,
 )
-from tests.targets import RWKV7, committed, distance, make_target, prompt, take
+from tests.targets import RWKV7, committed, distance, make_target, pairs, prompt, take
 from tests.train import test_rollouts as rollouts
 
 every_variant = pytest.mark.parametrize("variant", RWKV7)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("params", [identity.GREEDY, identity.WARM], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("mode", ["serial", "hybrid", "parallel"])
-@pytest.mark.parametrize("name", ["ngram", "synthetic 0.7", "eagle delta", "eagle window"])
+@pytest.mark.parametrize(
+    ("name", "mode", "params", "batch"),
+    pairs(
+        ["ngram", "synthetic 0.7", "eagle delta", "eagle window"],
+        identity.MODES,
+        [identity.GREEDY, identity.WARM],
+        [1, 4],
+    ),
+    ids=identity.told,
+)
 def test_tokens_equal_those_of_plain_decoding(
     name: str, mode: str, params: SamplingParams, batch: int
 ) -> None:
     identity.test_tokens_of_other_targets_equal_those_of_plain_decoding("rwkv7", name, mode, params, batch)
 
 
-@every_variant
-@pytest.mark.parametrize("mode", ["serial", "hybrid"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "mode"), pairs([*RWKV7], [torch.float32, torch.bfloat16], ["serial", "hybrid"])
+)
 def test_logits_are_those_of_plain_decoding_bit_by_bit(variant: str, dtype: torch.dtype, mode: str) -> None:
     identity.test_logits_are_those_of_plain_decoding_bit_by_bit(variant, dtype, mode)
 
@@ -85,8 +91,7 @@ def test_pauses_leave_every_bit_of_a_state_as_it_is(variant: str) -> None:
     reading.test_nor_do_they_in_a_text_that_goes_on(variant)
 
 
-@pytest.mark.parametrize("drafter", ["none", "delta", "window"])
-@pytest.mark.parametrize("later", prefix.LATER)
+@pytest.mark.parametrize(("drafter", "later"), prefix.halved(["none", "delta", "window"], [*prefix.LATER]))
 def test_a_known_beginning_leaves_what_reading_would_have_left(drafter: str, later: str) -> None:
     prefix.test_a_hit_leaves_what_reading_would_have_left("rwkv7", drafter, later)
 
