@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
 import shutil
@@ -30,6 +29,7 @@ from tests.targets import (
     family_raw,
     make_config,
     make_qwen_config,
+    pairs,
     prompt,
     run as generate,
     same_bits,
@@ -215,8 +215,7 @@ def test_what_does_not_fit_is_refused_before_training(data, tmp_path: Path) -> N
 SIZE = "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
 
 
-@pytest.mark.parametrize("mixer", ["delta", "attention"])
-@pytest.mark.parametrize("variant", FAMILY_HEADS)
+@pytest.mark.parametrize(("variant", "mixer"), zip(FAMILY_HEADS, ["delta", "attention"] * 3, strict=True))
 def test_the_command_trains_a_drafter_for_every_model_that_changes_no_token(
     home: Path, tmp_path: Path, capsys, variant: str, mixer: str
 ) -> None:
@@ -232,17 +231,16 @@ def test_the_command_trains_a_drafter_for_every_model_that_changes_no_token(
         prompt(20, 2, vocab=280),
         prompt(1, vocab=280),
     ]
-    for mode, heat in itertools.product(("serial", "hybrid", "parallel"), (0.0, 1.0)):
+    for mode, heat, batch in pairs(["serial", "hybrid", "parallel"], [0.0, 1.0], [1, 4]):
         target = load_target(tmp_path / "target", dtype="float64" if mode == "parallel" else "float32")
         params = SamplingParams(temperature=heat, seed=7, max_tokens=12)
-        want = generate(target, None, prompts, params, drafts=0)
-        for batch in (1, 4):
-            drafter = EagleDrafter(load_drafter(tmp_path / "out", target), 7, 3, 3)
-            got = generate(target, drafter, prompts[:batch], params, drafts=7, mode=mode)
-            assert got.outputs == want.outputs[:batch]
-            assert sum(s.metrics.num_draft_tokens for s in got.sequences) > 0
-            if mode != "parallel":
-                assert all(same_bits(a, b) for a, b in zip(got.logits, want.logits[:batch], strict=True))
+        want = generate(target, None, prompts[:batch], params, drafts=0)
+        drafter = EagleDrafter(load_drafter(tmp_path / "out", target), 7, 3, 3)
+        got = generate(target, drafter, prompts[:batch], params, drafts=7, mode=mode)
+        assert got.outputs == want.outputs
+        assert sum(s.metrics.num_draft_tokens for s in got.sequences) > 0
+        if mode != "parallel":
+            assert all(same_bits(a, b) for a, b in zip(got.logits, want.logits, strict=True))
 
 
 def test_the_command_trains_and_names_its_mistakes(home: Path, tmp_path: Path, capsys) -> None:

@@ -94,7 +94,7 @@ def test_a_path_committed_at_once_in_parts_or_node_by_node_has_the_same_bits(
     assert same_bits(whole, parts) and same_bits(whole, single)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(commits(), st.integers(0, 2**31))
 def test_all_layers_at_once_from_banks_by_slot_have_the_bits_of_each_alone(
     call: dict[str, Any], seed: int
