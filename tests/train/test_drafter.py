@@ -215,7 +215,7 @@ def test_what_does_not_fit_is_refused_before_training(data, tmp_path: Path) -> N
 SIZE = "--steps 3 --batch-size 2 --rows 4 --length 24 --shortest-prompt 2 --longest-prompt 5 --eval-rows 2"
 
 
-@pytest.mark.parametrize(("variant", "mixer"), zip(FAMILY_HEADS, ["delta", "attention"] * 3, strict=True))
+@pytest.mark.parametrize(("variant", "mixer"), [*zip(FAMILY_HEADS, ["delta", "attention"] * 3, strict=True)])
 def test_the_command_trains_a_drafter_for_every_model_that_changes_no_token(
     home: Path, tmp_path: Path, capsys, variant: str, mixer: str
 ) -> None:
