@@ -31,11 +31,15 @@ class UnavailableError(RuntimeError):
     """A way to decode that cannot be taken here; the message says why."""
 
 
+SNAPSHOTS, COMMIT, LIBRARY = "dense snapshots", "separate commit", "flash-linear-attention"
+BASELINES = (SNAPSHOTS, COMMIT, LIBRARY)  # where `table` compares whole rounds
+
+
 @dataclass(frozen=True)
 class Way:
     """One way to decode: a drafter, by name or with its network, and how much it may draft.
 
-    baseline: of `whole_rounds`, for the table alone; None: rounds are the engine's.
+    baseline: one of BASELINES, for the table alone; None: rounds are the engine's.
     """
 
     name: str

@@ -17,7 +17,16 @@ from typing import Any, TextIO
 import torch
 
 from specla.bench.decode import decode_batch
-from specla.bench.generate import UnavailableError, Way, drafter_name, plain_way, repeated_share
+from specla.bench.generate import (
+    COMMIT,
+    LIBRARY,
+    SNAPSHOTS,
+    UnavailableError,
+    Way,
+    drafter_name,
+    plain_way,
+    repeated_share,
+)
 from specla.bench.pieces import Table
 from specla.drafters import SyntheticDrafter
 from specla.drafters.network import Eagle
@@ -92,9 +101,9 @@ def table_ways(settings: TableSettings, network: Eagle | None) -> list[Way]:
         Way("auto", network, SpeculativeConfig()),
         ngram,
         *(Way(f"tree 16, {mode}", network, tree(mode)) for mode in ("serial", "hybrid", "parallel")),
-        Way("tree 16, dense snapshots", network, tree("auto"), "dense snapshots"),
-        Way("tree 16, separate commit", network, tree("auto"), "separate commit"),
-        Way("chain 8, flash-linear-attention", network, chain, "flash-linear-attention"),
+        Way(f"tree 16, {SNAPSHOTS}", network, tree("auto"), SNAPSHOTS),
+        Way(f"tree 16, {COMMIT}", network, tree("auto"), COMMIT),
+        Way(f"chain 8, {LIBRARY}", network, chain, LIBRARY),
     ]
 
 
@@ -237,7 +246,7 @@ def measure_parts(
     chain = ToldWay("chain 8", 8, 8, 1, 0.7, True)
     tree = ToldWay("tree 16", 15, settings.tree_steps, settings.topk, 0.7, True)
     own: list[tuple[ToldWay, str | None]] = [(chain, None), (tree, None)]
-    others = [(tree, "dense snapshots"), (tree, "separate commit"), (chain, "flash-linear-attention")]
+    others = [(tree, SNAPSHOTS), (tree, COMMIT), (chain, LIBRARY)]
     for batch in settings.batches:
         for way, baseline in own + others:
             name = way.name if baseline is None else f"{way.name}, {baseline}"

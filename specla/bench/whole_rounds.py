@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specla.bench.baselines import find_library
-from specla.bench.generate import UnavailableError
+from specla.bench.generate import BASELINES, COMMIT, LIBRARY, UnavailableError
 from specla.bench.round_kernels import lay_out, restore, verify_dense
 from specla.engine.resident import ResidentEngine
 from specla.ops.factors import Factors
@@ -22,9 +22,6 @@ from specla.ops.verify import launch, launch_commit
 from specla.resident.forward import Inputs, Layers, Round
 from specla.resident.rounds import Rounds
 from specla.resident.slots import Slots
-
-SNAPSHOTS, COMMIT, LIBRARY = "dense snapshots", "separate commit", "flash-linear-attention"
-BASELINES = (SNAPSHOTS, COMMIT, LIBRARY)
 
 
 @dataclass(frozen=True)

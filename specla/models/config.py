@@ -1,10 +1,10 @@
-"""Configurations of checkpoints in flash-linear-attention's layout: what all models share, and Gated DeltaNet's."""
+"""Configurations of checkpoints: what all targets share, what flash-linear-attention's do, and Gated DeltaNet's."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, ClassVar, Protocol, TypeVar
 
 MODEL_TYPE = "gated_deltanet"
@@ -127,13 +127,8 @@ class FlaConfig:
         check_number("norm_eps", self.norm_eps, above=0)
         if self.hidden_ratio is not None:
             check_number("hidden_ratio", self.hidden_ratio, above=0)
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}"
-            )
-        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
-        eos = self.eos_token_id
-        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
+        check_layers(self.num_hidden_layers)
+        check_special(self)
         check_size("the size of MLP", self.mlp_dim)
         check_one_of("hidden_act", self.hidden_act, ("swish", "silu"))
         claimed = [layer for spec in self.attn for layer in spec.layers]
@@ -163,12 +158,7 @@ class FlaConfig:
     @classmethod
     def from_dict(cls: type[Config], raw: Mapping[str, Any]) -> Config:
         """Read a `config.json`; fields that do not change the computation (kernel choices, training) are left out."""
-        model_type = raw.get("model_type")
-        if model_type != cls.model_type:
-            raise ValueError(f"model_type must be {cls.model_type!r} here, got {model_type!r}")
-        for name, what in UNSUPPORTED.items():
-            if raw.get(name) is not None:
-                raise ValueError(f"config.json: {name} ({what}) is not supported")
+        check_supported(raw, cls.model_type)
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in raw.items() if key in known and key != "attn"}
         attn = [] if raw.get("attn") is None else raw["attn"]
@@ -176,9 +166,7 @@ class FlaConfig:
         if not isinstance(specs, list) or not all(isinstance(spec, Mapping) for spec in specs):
             raise ValueError(f"config.json: attn must be null, an object or a list of objects, got {attn!r}")
         values["attn"] = tuple(AttentionConfig.from_dict(spec) for spec in specs)
-        if isinstance(values.get("eos_token_id"), list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
-        return cls(**values)
+        return from_values(cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as `config.json` content that flash-linear-attention reads."""
@@ -290,7 +278,37 @@ def check_bool(name: str, value: Any) -> None:
         raise ValueError(f"config.json: {name} must be true or false, got {value!r}")
 
 
-def check_special(name: str, ids: tuple[Any, ...], vocab_size: int) -> None:
-    for token in ids:
-        if token is not None and not (is_int(token) and 0 <= token < vocab_size):
-            raise ValueError(f"config.json: {name} must be null or in 0..{vocab_size - 1}, got {token!r}")
+def check_special(config: ModelConfig | FlaConfig) -> None:
+    """The tokens that begin and end a text."""
+    for name in ("bos_token_id", "eos_token_id"):
+        given = getattr(config, name)
+        for token in given if isinstance(given, tuple) else (given,):
+            if token is not None and not (is_int(token) and 0 <= token < config.vocab_size):
+                raise ValueError(
+                    f"config.json: {name} must be null or in 0..{config.vocab_size - 1}, got {token!r}"
+                )
+
+
+def check_layers(count: Any) -> None:
+    check_size("num_hidden_layers", count)
+    if count > MOST_LAYERS:
+        raise ValueError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {count}")
+
+
+def check_supported(raw: Mapping[str, Any], model_type: str) -> None:
+    """Of a config.json of flash-linear-attention's."""
+    if raw.get("model_type") != model_type:
+        raise ValueError(f"model_type must be {model_type!r} here, got {raw.get('model_type')!r}")
+    for name, what in UNSUPPORTED.items():
+        if raw.get(name) is not None:
+            raise ValueError(f"config.json: {name} ({what}) is not supported")
+
+
+def from_values(cls: type[Any], values: dict[str, Any]) -> Any:
+    """A configuration from its fields as JSON has them; ValueError that names those without a default that it lacks."""
+    if isinstance(values.get("eos_token_id"), list):
+        values = {**values, "eos_token_id": tuple(values["eos_token_id"])}
+    needed = [f.name for f in fields(cls) if f.name not in values and f.default is MISSING]
+    if needed:
+        raise ValueError(f"config.json lacks {', '.join(needed)}")
+    return cls(**values)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from specla.models.config import AttentionConfig, FlaConfig, GatedDeltaNetConfig
-from specla.models.source import HEAD, Shapes, Source
+from specla.models.source import Shapes, Source, swiglu, vocabulary
 
 EMBEDDINGS = "model.embeddings.weight"
 
@@ -21,12 +21,8 @@ def sources(config: FlaConfig, recurrent: Callable[[int], Mapping[str, Shapes]])
     `attn.`.
     """
     hidden = config.hidden_size
-    found = {
-        "embeddings.weight": rows({EMBEDDINGS: (config.vocab_size, hidden)}),
-        "norm.weight": rows({"model.norm.weight": (hidden,)}),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = rows({HEAD: (config.vocab_size, hidden)})
+    found = vocabulary(config, EMBEDDINGS)
+    found["norm.weight"] = rows({"model.norm.weight": (hidden,)})
     for i in range(config.num_hidden_layers):
         spec = config.attention(i)
         mixer = recurrent(i) if spec is None else attention(hidden, spec)
@@ -36,9 +32,9 @@ def sources(config: FlaConfig, recurrent: Callable[[int], Mapping[str, Shapes]])
         parts |= {
             f"attn.{name}": {f"attn.{x}": s for x, s in shapes.items()} for name, shapes in mixer.items()
         }
-        parts |= mlp(hidden, config.mlp_dim)
         for name, shapes in parts.items():
             found[f"layers.{i}.{name}"] = rows({f"model.layers.{i}.{x}": s for x, s in shapes.items()})
+        found |= swiglu(f"layers.{i}.mlp.", f"model.layers.{i}.mlp.", hidden, config.mlp_dim)
     return found
 
 
@@ -59,13 +55,6 @@ def short_conv(sizes: Mapping[str, int], width: int, bias: bool) -> dict[str, Sh
     if bias:
         parts["conv_bias"] = {f"{name}_conv1d.bias": (size,) for name, size in sizes.items()}
     return parts
-
-
-def mlp(hidden: int, width: int) -> dict[str, Shapes]:
-    return {
-        "mlp.gate_up_proj.weight": {f"mlp.{x}_proj.weight": (width, hidden) for x in ("gate", "up")},
-        "mlp.down_proj.weight": {"mlp.down_proj.weight": (hidden, width)},
-    }
 
 
 def attention(hidden: int, spec: AttentionConfig) -> dict[str, Shapes]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from specla.models import fla_layout
 from specla.models.kda_config import KDAConfig
 from specla.models.kimi_config import SPARSE, KimiConfig
 from specla.models.qwen_config import LINEAR
-from specla.models.source import HEAD, Shapes, Source
+from specla.models.source import Shapes, Source, stack, swiglu, vocabulary
 
 MOE = "block_sparse_moe"
 
@@ -26,13 +25,8 @@ def kda(config: KDAConfig) -> dict[str, Source]:
 
 def kimi(config: KimiConfig, stored: Collection[str]) -> dict[str, Source]:
     """The same for Kimi-Linear, where `stored` are the names of all tensors in the checkpoint."""
-    table = (config.vocab_size, config.hidden_size)
-    found = {
-        "embeddings.weight": Source({"model.embed_tokens.weight": table}),
-        "norm.weight": Source({"model.norm.weight": (config.hidden_size,)}),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Source({HEAD: table})
+    found = vocabulary(config, "model.embed_tokens.weight")
+    found["norm.weight"] = Source({"model.norm.weight": (config.hidden_size,)})
     for i in range(config.num_hidden_layers):
         theirs = f"model.layers.{i}."
         # hubs have the MLP of a dense layer under its own name, transformers writes all under one
@@ -84,8 +78,8 @@ def _layer(config: KimiConfig, layer: int, dense: str) -> dict[str, Source]:
     else:
         parts |= {f"attn.{name}": source for name, source in _attention(config).items()}
     if config.mlp_layer_types[layer] == SPARSE:
-        return parts | {f"mlp.{name}": source for name, source in _experts(config).items()}
-    return parts | {f"mlp.{name}": s for name, s in _mlp(dense, hidden, config.intermediate_size).items()}
+        return parts | _experts(config)
+    return parts | swiglu("mlp.", f"{dense}.", hidden, config.intermediate_size)
 
 
 def _attention(config: KimiConfig) -> dict[str, Source]:
@@ -105,25 +99,17 @@ def _attention(config: KimiConfig) -> dict[str, Source]:
     }  # fmt: skip
 
 
-def _mlp(theirs: str, hidden: int, width: int) -> dict[str, Source]:
-    return {
-        "gate_up_proj.weight": Source({f"{theirs}.{x}_proj.weight": (width, hidden) for x in ("gate", "up")}),
-        "down_proj.weight": Source({f"{theirs}.down_proj.weight": (hidden, width)}),
-    }
-
-
 def _experts(config: KimiConfig) -> dict[str, Source]:
     hidden, count, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
     each = [f"{MOE}.experts.{i}" for i in range(count)]
     up = {f"{one}.{x}.weight": (width, hidden) for one in each for x in ("w1", "w3")}
     down = {f"{one}.w2.weight": (hidden, width) for one in each}
-    shared = _mlp(f"{MOE}.shared_experts", hidden, config.shared_size)
     return {
-        "router.weight": Source({f"{MOE}.gate.weight": (count, hidden)}),
-        "router.choice_bias": Source({f"{MOE}.gate.e_score_correction_bias": (count,)}),
-        "gate_up_proj": Source(up, partial(_stack, 2)),
-        "down_proj": Source(down, partial(_stack, 1)),
-        **{f"shared.{name}": source for name, source in shared.items()},
+        "mlp.router.weight": Source({f"{MOE}.gate.weight": (count, hidden)}),
+        "mlp.router.choice_bias": Source({f"{MOE}.gate.e_score_correction_bias": (count,)}),
+        "mlp.gate_up_proj": Source(up, partial(stack, 2)),
+        "mlp.down_proj": Source(down, partial(stack, 1)),
+        **swiglu("mlp.shared.", f"{MOE}.shared_experts.", hidden, config.shared_size),
     }
 
 
@@ -134,8 +120,3 @@ def _heads(heads: int, sizes: list[int], parts: list[Tensor]) -> tuple[Tensor, .
 
 def _flat(parts: list[Tensor]) -> Tensor:
     return parts[0].flatten().clone()
-
-
-def _stack(each: int, parts: list[Tensor]) -> Tensor:
-    """Every `each` of them are the rows of one expert."""
-    return torch.cat(parts).unflatten(0, (len(parts) // each, -1))

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from specla.models.config import (
     LARGEST,
-    MOST_LAYERS,
     check_bool,
+    check_layers,
     check_number,
     check_size,
     check_special,
+    from_values,
     is_int,
 )
 from specla.models.kda_config import KDAConfig
@@ -109,9 +110,7 @@ class KimiConfig:
             self._check_experts()
         check_size("the size of all heads", self.num_attention_heads * max(self.head_dim, self.v_head_dim))
         self.delta()  # checks the sizes of recurrent layers
-        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
-        eos = self.eos_token_id
-        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
+        check_special(self)
 
     def _check_experts(self) -> None:
         for name in EXPERT_SIZES:
@@ -192,20 +191,13 @@ class KimiConfig:
             raise ValueError(f"config.json: linear_attn_config must be an object, got {linear!r}")
         values |= {ours: linear[theirs] for ours, theirs in LINEAR_NAMES.items() if theirs in linear}
         values |= _kinds_of_layers(raw, linear)
-        if isinstance(values.get("eos_token_id"), list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
-        needed = [f.name for f in fields(cls) if f.name not in values and f.default is MISSING]
-        if needed:
-            raise ValueError(f"config.json lacks {', '.join(needed)}")
-        return cls(**values)
+        return from_values(cls, values)
 
 
 def _kinds_of_layers(raw: Mapping[str, Any], linear: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     layers = raw.get("num_hidden_layers")
-    check_size("num_hidden_layers", layers)
+    check_layers(layers)
     assert isinstance(layers, int)
-    if layers > MOST_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
     found = {}
     for name in ("layer_types", "mlp_layer_types"):
         if raw.get(name) is not None:

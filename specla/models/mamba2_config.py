@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from specla.models.config import (
     LARGEST,
-    MOST_LAYERS,
     check_bool,
+    check_layers,
     check_number,
     check_size,
     check_special,
+    from_values,
     is_int,
 )
 
@@ -69,10 +70,7 @@ class Mamba2Config:
             check_number(name, getattr(self, name), above=0)
         for name in SWITCHES:
             check_bool(name, getattr(self, name))
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}"
-            )
+        check_layers(self.num_hidden_layers)
         if self.expand * self.hidden_size != self.inner_size:
             raise ValueError(
                 f"config.json: expand * hidden_size is {self.expand * self.hidden_size:g}, "
@@ -88,9 +86,7 @@ class Mamba2Config:
             raise ValueError(
                 f"config.json: the limits of the time step must be 0 or more and ascend, got {low}, {high}"
             )
-        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
-        eos = self.eos_token_id
-        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
+        check_special(self)
 
     @property
     def inner_size(self) -> int:
@@ -132,12 +128,7 @@ class Mamba2Config:
         values = {name: value for name, value in values.items() if value is not None}
         if "dt_limit" in values:
             values["dt_limit"] = _limits(values["dt_limit"])
-        if isinstance(values.get("eos_token_id"), list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
-        needed = [f.name for f in fields(cls) if f.name not in values and f.default is MISSING]
-        if needed:
-            raise ValueError(f"config.json lacks {', '.join(needed)}")
-        return cls(**values)
+        return from_values(cls, values)
 
 
 def _is_transformers(raw: Mapping[str, Any]) -> bool:

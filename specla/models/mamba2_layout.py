@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torch import Tensor
-
 from specla.models.mamba2_config import Mamba2Config
-from specla.models.source import HEAD, Source
+from specla.models.source import Source, taps, vocabulary
 
 EMBEDDINGS = "backbone.embeddings.weight"
 OLD_EMBEDDINGS = "backbone.embedding.weight"  # as mamba_ssm has it, which both libraries read too
@@ -15,19 +13,13 @@ OLD_EMBEDDINGS = "backbone.embedding.weight"  # as mamba_ssm has it, which both 
 
 def sources(config: Mamba2Config, stored: Collection[str]) -> dict[str, Source]:
     """For each of our parameters what to read, where `stored` are the names of all tensors in the checkpoint."""
-    table = (config.vocab_size, config.hidden_size)
-    embeddings = OLD_EMBEDDINGS if OLD_EMBEDDINGS in stored else EMBEDDINGS
-    found = {
-        "embeddings.weight": Source({embeddings: table}),
-        "norm.weight": Source({"backbone.norm_f.weight": (config.hidden_size,)}),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Source({HEAD: table})
+    found = vocabulary(config, OLD_EMBEDDINGS if OLD_EMBEDDINGS in stored else EMBEDDINGS)
+    found["norm.weight"] = Source({"backbone.norm_f.weight": (config.hidden_size,)})
     for i in range(config.num_hidden_layers):
         for ours, (theirs, shape) in _layer(config).items():
             name = f"backbone.layers.{i}.{theirs}"
             found[f"layers.{i}.{ours}"] = (
-                Source({name: shape}, _flat) if len(shape) == 3 else Source({name: shape})
+                Source({name: shape}, taps) if len(shape) == 3 else Source({name: shape})
             )
     return found
 
@@ -52,7 +44,3 @@ def _layer(config: Mamba2Config) -> dict[str, tuple[str, tuple[int, ...]]]:
     if config.rmsnorm:
         parts["mixer.norm_weight"] = ("mixer.norm.weight", (inner,))
     return parts
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return parts[0].flatten(1).clone()

@@ -241,18 +241,8 @@ class Verification:
             )  # fmt: skip
             return o
         o, factors = verify(
-            q,
-            k,
-            v,
-            g,
-            beta,
-            self.tree,
-            state.state[self.rows],
-            rule.scale,
-            self.mode,
-            rule.normalise,
-            rule.delta,
-        )
+            q, k, v, g, beta, self.tree, state.state[self.rows], rule.scale, self.mode, rule.normalise, rule.delta
+        )  # fmt: skip
         for bank, new in zip(state.factors, factors, strict=True):
             bank[self.rows, : self.tree.size] = new
         return o

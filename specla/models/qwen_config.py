@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from specla.models.config import (
-    MOST_LAYERS,
     AttentionConfig,
     GatedDeltaNetConfig,
     check_bool,
+    check_layers,
     check_number,
     check_size,
     check_special,
+    from_values,
     is_int,
 )
 
@@ -85,9 +86,7 @@ class QwenConfig:
             check_number(name, getattr(self, name), above=0)
         for name in ("tie_word_embeddings", "norm_topk_prob"):
             check_bool(name, getattr(self, name))
-        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
-        eos = self.eos_token_id
-        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
+        check_special(self)
         for i, kind in enumerate(self.layer_types):
             if kind not in (LINEAR, FULL):
                 raise ValueError(
@@ -192,15 +191,12 @@ class QwenConfig:
             values.setdefault("num_experts", None)  # there is no such checkpoint without
         if "layer_types" not in values:
             values["layer_types"] = _layer_types(text)
-        for name in ("layer_types", "mlp_only_layers", "eos_token_id"):
+        for name in ("layer_types", "mlp_only_layers"):
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
-            elif name != "eos_token_id" and not isinstance(values.get(name, ()), tuple):
+            elif not isinstance(values.get(name, ()), tuple):
                 raise ValueError(f"config.json: {name} must be a list, got {values[name]!r}")
-        needed = [f.name for f in fields(cls) if f.name not in values and f.default is MISSING]
-        if needed:
-            raise ValueError(f"config.json lacks {', '.join(needed)}")
-        return cls(**values)
+        return from_values(cls, values)
 
 
 def _refuse(raw: Mapping[str, Any]) -> None:
@@ -225,9 +221,7 @@ def _rotary_positions(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 def _layer_types(raw: Mapping[str, Any]) -> tuple[str, ...]:
     layers, every = raw.get("num_hidden_layers"), raw.get("full_attention_interval", 4)
-    for name, value in (("num_hidden_layers", layers), ("full_attention_interval", every)):
-        check_size(name, value)
+    check_layers(layers)
+    check_size("full_attention_interval", every)
     assert layers is not None
-    if layers > MOST_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {layers}")
     return tuple(LINEAR if (i + 1) % every else FULL for i in range(layers))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specla.models.qwen_config import FULL, LINEAR, NEXT, QwenConfig
-from specla.models.source import HEAD, Join, Source
+from specla.models.source import Join, Source, stack, swiglu, taps, vocabulary
 
 MTP = "mtp."  # how the names of a drafting head begin
 UNUSED: tuple[str, ...] = (MTP, "model.visual.")  # tensors that a target has no use for
@@ -22,13 +22,8 @@ PREFIXES = ("model.language_model", "model")  # with and without images
 def sources(config: QwenConfig, stored: Collection[str]) -> dict[str, Source]:
     """For each of our parameters what to read, where `stored` are the names of all tensors in the checkpoint."""
     start = next((p for p in PREFIXES if f"{p}.embed_tokens.weight" in stored), PREFIXES[-1])
-    table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
-    found = {
-        "embeddings.weight": Source({f"{start}.embed_tokens.weight": table}),
-        "norm.weight": Source({f"{start}.norm.weight": (hidden,)}, _one_more),
-    }
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Source({HEAD: table})
+    found = vocabulary(config, f"{start}.embed_tokens.weight")
+    found["norm.weight"] = Source({f"{start}.norm.weight": (config.hidden_size,)}, _one_more)
     for i, kind in enumerate(config.layer_types):
         found |= _layer(config, i, kind, f"layers.{i}.", f"{start}.layers.{i}.", stored)
     return found
@@ -59,7 +54,7 @@ def _layer(
         parts |= _experts(config, fused=f"{theirs}mlp.experts.gate_up_proj" in stored)
     else:
         assert config.intermediate_size is not None
-        parts |= _mlp("mlp.", "mlp.", hidden, config.intermediate_size)
+        parts |= swiglu("mlp.", "mlp.", hidden, config.intermediate_size)
     return {
         ours + name: Source({theirs + part: shape for part, shape in shapes.items()}, join)
         for name, (shapes, join) in parts.items()
@@ -84,7 +79,7 @@ def _recurrent(config: QwenConfig) -> dict[str, Source]:
         "attn.in_proj.weight": Source(
             {f"linear_attn.in_proj_{x}.weight": s for x, s in shapes.items()}, join
         ),
-        "attn.conv_weight": Source({"linear_attn.conv1d.weight": (channels, 1, delta.conv_size)}, _flat),
+        "attn.conv_weight": Source({"linear_attn.conv1d.weight": (channels, 1, delta.conv_size)}, taps),
         "attn.A_log": Source({"linear_attn.A_log": (heads,)}),
         "attn.dt_bias": Source({"linear_attn.dt_bias": (heads,)}),
         "attn.norm.weight": Source({"linear_attn.norm.weight": (delta.head_v_dim,)}),
@@ -109,15 +104,6 @@ def _attention(config: QwenConfig) -> dict[str, Source]:
     }
 
 
-def _mlp(ours: str, theirs: str, hidden: int, width: int) -> dict[str, Source]:
-    return {
-        f"{ours}gate_up_proj.weight": Source(
-            {f"{theirs}{x}_proj.weight": (width, hidden) for x in ("gate", "up")}
-        ),
-        f"{ours}down_proj.weight": Source({f"{theirs}down_proj.weight": (hidden, width)}),
-    }
-
-
 def _experts(config: QwenConfig, fused: bool) -> dict[str, Source]:
     hidden, count, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
     if fused:
@@ -126,28 +112,19 @@ def _experts(config: QwenConfig, fused: bool) -> dict[str, Source]:
     else:
         each = [f"mlp.experts.{i}" for i in range(count)]
         up_shapes = {f"{one}.{x}_proj.weight": (width, hidden) for one in each for x in ("gate", "up")}
-        up = Source(up_shapes, partial(_stack, 2))
-        down = Source({f"{one}.down_proj.weight": (hidden, width) for one in each}, partial(_stack, 1))
+        up = Source(up_shapes, partial(stack, 2))
+        down = Source({f"{one}.down_proj.weight": (hidden, width) for one in each}, partial(stack, 1))
     return {
         "mlp.router.weight": Source({"mlp.gate.weight": (count, hidden)}),
         "mlp.gate_up_proj": up,
         "mlp.down_proj": down,
         "mlp.shared_gate.weight": Source({"mlp.shared_expert_gate.weight": (1, hidden)}),
-        **_mlp("mlp.shared.", "mlp.shared_expert.", hidden, config.shared_expert_intermediate_size),
+        **swiglu("mlp.shared.", "mlp.shared_expert.", hidden, config.shared_expert_intermediate_size),
     }
 
 
 def _one_more(parts: list[Tensor]) -> Tensor:
     return 1 + parts[0].to(torch.promote_types(parts[0].dtype, torch.float32))
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return parts[0].flatten(1).clone()
-
-
-def _stack(each: int, parts: list[Tensor]) -> Tensor:
-    """Every `each` of them are the rows of one expert."""
-    return torch.cat(parts).unflatten(0, (len(parts) // each, -1))
 
 
 def _gate_last(dim: int, parts: list[Tensor]) -> Tensor:

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 from specla.models.config import (
-    MOST_LAYERS,
-    UNSUPPORTED,
     check_bool,
+    check_layers,
     check_number,
     check_one_of,
     check_size,
     check_special,
+    check_supported,
+    from_values,
 )
 
 ACTIVATION = "sqrelu"
@@ -72,13 +73,8 @@ class Rwkv7Config:
         check_number("norm_eps", self.norm_eps, above=0)
         if self.hidden_ratio is not None:
             check_number("hidden_ratio", self.hidden_ratio, above=0)
-        if self.num_hidden_layers > MOST_LAYERS:
-            raise ValueError(
-                f"config.json: num_hidden_layers must be at most {MOST_LAYERS}, got {self.num_hidden_layers}"
-            )
-        check_special("bos_token_id", (self.bos_token_id,), self.vocab_size)
-        eos = self.eos_token_id
-        check_special("eos_token_id", eos if isinstance(eos, tuple) else (eos,), self.vocab_size)
+        check_layers(self.num_hidden_layers)
+        check_special(self)
         if self.head_dim is None and self.num_heads is None:
             raise ValueError("config.json: head_dim or num_heads must be given, both are null")
         if self.heads * self.key_head_dim != self.hidden_size or self.num_heads not in (None, self.heads):
@@ -145,11 +141,7 @@ class Rwkv7Config:
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Rwkv7Config:
         """Read a `config.json`; fields that do not change the computation (kernel choices, training) are left out."""
-        if raw.get("model_type") != cls.model_type:
-            raise ValueError(f"model_type must be {cls.model_type!r} here, got {raw.get('model_type')!r}")
-        for name, what in UNSUPPORTED.items():
-            if raw.get(name) is not None:
-                raise ValueError(f"config.json: {name} ({what}) is not supported")
+        check_supported(raw, cls.model_type)
         if raw.get("attn") is not None:
             raise ValueError("config.json: attn (softmax attention at some layers) is not supported for rwkv7, "
                              "nor does flash-linear-attention run it")  # fmt: skip
@@ -157,9 +149,7 @@ class Rwkv7Config:
         values = {key: value for key, value in raw.items() if key in known}
         if isinstance(values.get("value_dim"), list):
             values["value_dim"] = _one_size(values["value_dim"], values)
-        if isinstance(values.get("eos_token_id"), list):
-            values["eos_token_id"] = tuple(values["eos_token_id"])
-        return cls(**values)
+        return from_values(cls, values)
 
     def to_dict(self) -> dict[str, Any]:
         """The same as `config.json` content that flash-linear-attention reads."""

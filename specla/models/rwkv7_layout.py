@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specla.models.fla_layout import EMBEDDINGS
 from specla.models.rwkv7_config import Rwkv7Config
-from specla.models.source import HEAD, Shapes, Source
+from specla.models.source import Shapes, Source, vocabulary
 
 MIXED = "rwkvag"  # the streams of time mixing, in our order
 VECTORS = ("attn.mix", "attn.r_k")  # stored with further dimensions
@@ -17,10 +17,7 @@ VECTORS = ("attn.mix", "attn.r_k")  # stored with further dimensions
 
 def sources(config: Rwkv7Config, stored: Collection[str]) -> dict[str, Source]:
     """For each of our parameters what to read, where `stored` are the names of all tensors in the checkpoint."""
-    table = (config.vocab_size, config.hidden_size)
-    found = {"embeddings.weight": Source({EMBEDDINGS: table})} | _norm(config, "norm", "model.norm")
-    if not config.tie_word_embeddings:
-        found["lm_head.weight"] = Source({HEAD: table})
+    found = vocabulary(config, EMBEDDINGS) | _norm(config, "norm", "model.norm")
     for i in range(config.num_hidden_layers):
         ours, theirs = f"layers.{i}", f"model.layers.{i}"
         if config.norm_first and i == 0:

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint a parameter is made of."""
+"""Which tensors of a checkpoint a parameter is made of, and the parts that layouts have in common."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from specla.models.config import FlaConfig, ModelConfig
 
 HEAD = "lm_head.weight"
 
@@ -19,3 +21,29 @@ class Source(NamedTuple):
 
     shapes: Shapes
     join: Join = torch.cat
+
+
+def vocabulary(config: ModelConfig | FlaConfig, embeddings: str) -> dict[str, Source]:
+    """The embeddings, stored by that name, and the head where it is not tied to them."""
+    table = (config.vocab_size, config.hidden_size)
+    found = {"embeddings.weight": Source({embeddings: table})}
+    return found if config.tie_word_embeddings else found | {"lm_head.weight": Source({HEAD: table})}
+
+
+def swiglu(ours: str, theirs: str, hidden: int, width: int) -> dict[str, Source]:
+    """An MLP, by how names of its parameters begin here and there."""
+    up = {f"{theirs}{x}_proj.weight": (width, hidden) for x in ("gate", "up")}
+    return {
+        f"{ours}gate_up_proj.weight": Source(up),
+        f"{ours}down_proj.weight": Source({f"{theirs}down_proj.weight": (hidden, width)}),
+    }
+
+
+def taps(parts: list[Tensor]) -> Tensor:
+    """A convolution `[channels, 1, taps]` as `[channels, taps]`."""
+    return parts[0].flatten(1).clone()
+
+
+def stack(each: int, parts: list[Tensor]) -> Tensor:
+    """Experts, of which every `each` tensors are the rows of one."""
+    return torch.cat(parts).unflatten(0, (len(parts) // each, -1))

@@ -12,10 +12,9 @@ import specla.bench.table as module
 import specla.bench.whole_rounds as whole_rounds
 from specla.bench.baselines import Library
 from specla.bench.decode import decode_batch
-from specla.bench.generate import Way, plain_way
+from specla.bench.generate import BASELINES, Way, plain_way
 from specla.bench.pieces import Table
 from specla.bench.table import TableSettings, measure_table, table_ways
-from specla.bench.whole_rounds import BASELINES
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig

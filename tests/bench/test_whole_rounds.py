@@ -13,16 +13,9 @@ from torch import Tensor
 import specla.bench.whole_rounds as module
 from specla.bench.baselines import Library
 from specla.bench.decode import Decoded, decode_batch
-from specla.bench.generate import UnavailableError
+from specla.bench.generate import BASELINES, COMMIT, LIBRARY, SNAPSHOTS, UnavailableError
 from specla.bench.resident import SHAPES, Way, engine_of, random_network, random_target
-from specla.bench.whole_rounds import (
-    BASELINES,
-    COMMIT,
-    LIBRARY,
-    SNAPSHOTS,
-    run_as,
-    slot_bytes,
-)
+from specla.bench.whole_rounds import run_as, slot_bytes
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig

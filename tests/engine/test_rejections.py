@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence as Tokens
+from functools import cache
 
 import pytest
 import torch
@@ -24,14 +25,9 @@ def params(temperature: float) -> list[SamplingParams]:
     return [SamplingParams(temperature=temperature, seed=i, max_tokens=n) for i, n in enumerate(LIMITS)]
 
 
-_plain: dict[tuple[str, float], Run] = {}
-
-
+@cache
 def plain(variant: str, temperature: float) -> Run:
-    key = variant, temperature
-    if key not in _plain:
-        _plain[key] = run(make_target(variant), None, PROMPTS, params(temperature), drafts=0, slots=7)
-    return _plain[key]
+    return run(make_target(variant), None, PROMPTS, params(temperature), drafts=0, slots=7)
 
 
 class ExactDrafter(TokenDrafter):
@@ -115,13 +111,17 @@ def test_every_row_accepts_a_length_of_its_own(variant: str) -> None:
         assert sequence.metrics.num_tokens == 40
 
 
+@cache
+def alone(variant: str) -> Run:
+    return run(make_target(variant), None, [prompt(3)], SamplingParams(max_tokens=24), drafts=0)
+
+
 @pytest.mark.parametrize("accepted", range(7))
 @pytest.mark.parametrize(
     "variant", ["conv_2", "conv_3", "plain", "no_conv", "hybrid_window", "qwen_next", *FURTHER]
 )
 def test_the_state_is_right_after_every_accepted_length(variant: str, accepted: int) -> None:
-    target, limit = make_target(variant), SamplingParams(max_tokens=24)
-    want = run(target, None, [prompt(3)], limit, drafts=0)
+    target, limit, want = make_target(variant), SamplingParams(max_tokens=24), alone(variant)
     got = run(target, ExactDrafter(6, {0: [accepted]}), [prompt(3)], limit, references=want.tokens)
     assert got.outputs == want.outputs and same_bits(got.logits[0], want.logits[0])
     histogram = got.sequences[0].metrics.acceptance_histogram

@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from specla.engine.params import SamplingParams
 from specla.models.architectures import ARCHITECTURES, architecture_of
 from specla.models.loader import load_target, read_config
 from specla.show import describe
-from specla.tree import Tree
 from tests.checkpoints import write_random
 from tests.models import naive_family
 from tests.models.naive_forward import logits as naive_logits
+from tests.models.test_loader import TEXT, check_logits
 from tests.ops.triton import DEVICE
 from tests.ops.triton.test_dispatch import switched_on
 from tests.targets import (
@@ -35,8 +34,6 @@ from tests.targets import (
     same_bits,
 )
 
-TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 22, 0]
-
 
 def naive(raw: dict[str, Any]) -> Any:
     return getattr(naive_family, raw["model_type"])
@@ -48,20 +45,6 @@ def test_a_checkpoint_equals_an_independent_forward_pass(variant: str, tmp_path:
     filled = {"tie_word_embeddings": False, "norm_eps": 1e-6} | raw
     answer = naive_logits(filled, write_random(tmp_path, raw), TEXT, naive(raw))
     check_logits(answer, tmp_path)
-
-
-def check_logits(answer: Tensor, directory: Path) -> None:
-    """That a checkpoint gives these of TEXT: all at once, and read in pieces, a prefill and two verified chains."""
-    model = load_target(directory, dtype="float64")
-    whole = model.logits(model(torch.tensor([TEXT])))[0]
-    torch.testing.assert_close(whole, answer, rtol=0, atol=1e-9)
-    pool = model.new_pool(1, 6)
-    slot = pool.alloc()
-    model.prefill(torch.tensor(TEXT[:5]), slot, pool)
-    for first, last in ((5, 7), (7, 13)):
-        got = model.verify(torch.tensor([TEXT[first:last]]), Tree.chain(last - first), [slot], pool)
-        torch.testing.assert_close(got[0], answer[first:last], rtol=0, atol=1e-9)
-        pool.accept([slot], torch.arange(last - first)[None], torch.tensor([last - first - 1]))
 
 
 @pytest.mark.parametrize("variant", FAMILY)

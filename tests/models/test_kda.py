@@ -15,8 +15,7 @@ from specla.show import describe
 from tests.checkpoints import write_random
 from tests.models.naive_forward import logits
 from tests.models.naive_kda import kda
-from tests.models.test_family import TEXT, check_logits
-from tests.models.test_loader import edit_config, refuses
+from tests.models.test_loader import TEXT, check_logits, edit_config, refuses
 
 naive_logits = partial(logits, mixer=kda)
 

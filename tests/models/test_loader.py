@@ -94,13 +94,9 @@ def refuses(directory: Path, *words: str) -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
-    """The whole text at once, and read in pieces: a prefill and two verified chains."""
-    weights = save(tmp_path, **VARIANTS[name])
-    raw = json.loads((tmp_path / "config.json").read_text())
-    answer = naive_logits(raw, weights, TEXT)
-    model = load_target(tmp_path, dtype="float64")
+def check_logits(answer: Tensor, directory: Path) -> None:
+    """That a checkpoint gives these of TEXT: all at once, and read in pieces, a prefill and two verified chains."""
+    model = load_target(directory, dtype="float64")
     whole = model.logits(model(torch.tensor([TEXT])))[0]
     torch.testing.assert_close(whole, answer, rtol=0, atol=1e-9)
     pool = model.new_pool(1, 6)
@@ -110,6 +106,13 @@ def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
         got = model.verify(torch.tensor([TEXT[first:last]]), Tree.chain(last - first), [slot], pool)
         torch.testing.assert_close(got[0], answer[first:last], rtol=0, atol=1e-9)
         pool.accept([slot], torch.arange(last - first)[None], torch.tensor([last - first - 1]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_equals_an_independent_forward_pass(name: str, tmp_path: Path):
+    weights = save(tmp_path, **VARIANTS[name])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    check_logits(naive_logits(raw, weights, TEXT), tmp_path)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -18,9 +18,8 @@ from specla.models.mamba2_config import Mamba2Config
 from specla.show import describe
 from tests.checkpoints import write_random
 from tests.models.naive_mamba2 import logits as naive_logits
-from tests.models.test_family import TEXT, check_logits
 from tests.models.test_kimi import check_fresh
-from tests.models.test_loader import edit_config, refuses
+from tests.models.test_loader import TEXT, check_logits, edit_config, refuses
 
 DATA = Path(__file__).parent.parent / "data" / "transformers"
 SHAPE: dict[str, Any] = {
