@@ -166,6 +166,7 @@ class _Probe:
         x = torch.cat([x, -x[:, order], x.new_zeros(BLOCK, odd)], 1)[:, mix]
         if seed % 2:
             weight += 2.0**-10 * torch.randn(weight.shape, generator=generator)
+            x = torch.where(x == 0, 2.0**-10 * torch.randn(x.shape, generator=generator), x)  # the odd one
         self.x, self.order = x.to(dtype).contiguous(), torch.randperm(BLOCK, generator=generator)
         room = torch.empty(out_features * in_features + ALIGNMENT, dtype=dtype)
         first = (offset - room.data_ptr()) % ALIGNMENT // room.element_size()
