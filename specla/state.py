@@ -197,6 +197,7 @@ class StatePool:
         dtype: of the recurrent state, float32 or float64.
     """
 
+    @torch.inference_mode(False)  # a pool may outlive that mode, and is written to
     def __init__(
         self,
         specs: Sequence[RecurrentSpec | AttentionSpec],
