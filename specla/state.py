@@ -21,6 +21,7 @@ from specla.ops.torch import commit
 from specla.ops.verify import launch_commit
 
 Rows = slice | Tensor
+ROWS = 256  # of a new cache of keys and values
 
 
 def slot_indices(rows: Rows, device: torch.device) -> Tensor:
@@ -134,7 +135,7 @@ class RecurrentLayer(NamedTuple):
 
 
 class AttentionState:
-    """One attention layer of all slots; the cache grows by doubling, a windowed one is a ring."""
+    """One attention layer of all slots; the cache grows by doubling, a windowed one up to its window, a ring then."""
 
     def __init__(
         self, spec: AttentionSpec, num_slots: int, max_nodes: int, dtype: torch.dtype, device: torch.device
@@ -142,18 +143,20 @@ class AttentionState:
         row = (spec.num_kv_heads, spec.head_dim)
         self.window = spec.window
         kinds = 1 if spec.shared else 2  # keys and values
-        self.cache = torch.zeros(kinds, num_slots, spec.window or 256, *row, dtype=dtype, device=device)
+        rows = ROWS if spec.window is None else min(spec.window, ROWS)
+        self.cache = torch.zeros(kinds, num_slots, rows, *row, dtype=dtype, device=device)
         self.nodes = torch.zeros(kinds, num_slots, max_nodes, *row, dtype=dtype, device=device)
 
     def clear(self, slot: int) -> None:
         self.cache[:, slot] = 0
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` positions."""
+        """Make room for `length` positions, or for the last of them that a window shows."""
         capacity = self.cache.shape[2]
-        if self.window is None and length > capacity:
+        wanted, doubled = (n if self.window is None else min(n, self.window) for n in (length, 2 * capacity))
+        if wanted > capacity:  # then no position lies in the row of another yet
             kinds, slots, _, *row = self.cache.shape
-            shape = (kinds, slots, max(length, 2 * capacity), *row)
+            shape = (kinds, slots, max(wanted, doubled), *row)
             with torch.inference_mode(False):  # a slot's later owners may write outside of that mode
                 grown = self.cache.new_zeros(shape)
             grown[:, :, :capacity] = self.cache
@@ -194,6 +197,7 @@ class StatePool:
         dtype: of the recurrent state, float32 or float64.
     """
 
+    @torch.inference_mode(False)  # a pool may outlive that mode, and is written to
     def __init__(
         self,
         specs: Sequence[RecurrentSpec | AttentionSpec],

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import specla
@@ -19,7 +20,7 @@ from specla import LLM, SamplingParams, SpeculativeConfig
 from specla.cli import main
 from specla.engine.llm import BUNDLED_MODEL
 from specla.engine.outputs import RequestOutput
-from tests.checkpoints import save_checkpoint
+from tests.checkpoints import save_checkpoint, save_companion
 
 PROMPTS = ["the cat", "def add(", "café", "on the mat, and", "12 + 34", "s"]
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -134,6 +135,20 @@ def test_metrics_add_up(checkpoint: Path):
     histogram = metrics.acceptance_histogram
     assert sum(histogram) == metrics.num_spec_steps
     assert sum(n * rounds for n, rounds in enumerate(histogram)) == metrics.num_accepted_draft_tokens
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle"])
+def test_what_inference_mode_has_seen_runs_outside_of_it(
+    checkpoint: Path, plain: LLM, drafter: str, tmp_path: Path
+):
+    if drafter == "eagle":
+        save_companion(tmp_path, plain.target)
+        drafter = str(tmp_path / "drafter")
+    params = SamplingParams(max_tokens=20)
+    with torch.inference_mode():
+        llm = LLM(checkpoint, drafter)
+        inside = llm.generate([[2, 3, 4] * 30] * 2, params)
+    assert tokens(llm.generate([[2, 3, 4] * 30] * 2, params)) == tokens(inside)
 
 
 def test_seeds(plain: LLM, checkpoint: Path):

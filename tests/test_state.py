@@ -14,6 +14,7 @@ from specla.tree import Tree
 from tests.targets import (
     VARIANTS,
     VOCAB,
+    build_target,
     committed,
     distance,
     equal,
@@ -354,3 +355,30 @@ def test_an_attention_cache_grows_and_a_windowed_one_does_not(grown: bool) -> No
         assert rows[0] >= 280 and rows[1] == 5
     assert equal(*logits)
     assert not torch.equal(*logits[0])
+
+
+@pytest.mark.parametrize("length", [250, 280, 600])
+def test_a_windowed_cache_grows_to_its_window_and_says_the_same_all_along(length: int) -> None:
+    """A cache that has had all its rows before is the ring that the other becomes."""
+    attn = {"num_heads": 4, "num_kv_heads": 2, "layers": [1], "window_size": 300}
+    target, logits = build_target(make_config(attn=attn)), []
+    for read_before in (0, 700):
+        pool = target.new_pool(2, 4)
+        (cache,) = (layer for layer in pool.layers if isinstance(layer, AttentionState))
+        assert cache.cache.shape[2] == 256
+        if read_before:
+            slot = pool.alloc()
+            target.prefill(torch.tensor(prompt(read_before, 7)), slot, pool)
+            pool.free(slot)
+            assert cache.cache.shape[2] == 300
+        slots = [pool.alloc(), pool.alloc()]
+        for seed, slot in enumerate(slots):
+            target.prefill(torch.tensor(prompt(length, seed)), slot, pool)
+        logits.append([read_one_by_one(target, prompt(80, 4), pool, slot) for slot in slots])
+        assert cache.cache.shape[2] == 300
+    assert equal(*logits)
+
+
+def test_a_window_that_no_text_fills_takes_no_room() -> None:
+    attn = {"num_heads": 4, "num_kv_heads": 2, "layers": [1], "window_size": 2**24}
+    assert build_target(make_config(attn=attn)).new_pool(8, 4).bytes_per_sequence() < 2**20

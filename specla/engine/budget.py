@@ -12,6 +12,7 @@ FADING = 0.97  # of what it weighs with each round
 LOOK = 6  # sequences whose rounds are a first look at a choice
 SHARE = 0.01  # of all time, which looking at losing choices may lose
 DULL = 0.02  # of its own time, which a look loses at least
+FIRST = 4  # rounds of a new number of sequences, of which one may be slow for reasons of its own
 TICK = 1e-9  # seconds that a round takes at least, whatever a coarse clock says
 
 
@@ -22,7 +23,7 @@ class Budget:
     second is taken. At first, and when a larger choice than before has won, choices are looked at upwards until one
     loses. After that a losing choice is looked at when what this is expected to lose is a small share of the time
     since the last look, so that a hopeless drafter costs next to nothing. Seconds are those of a number of sequences;
-    when it changes, all of them are scaled by the first round of the new number.
+    when it changes, all of them are scaled by the quickest of the first rounds of the new number.
     """
 
     def __init__(self, config: SpeculativeConfig, choices: Sequence[int] = CHOICES):
@@ -36,6 +37,10 @@ class Budget:
         self._looking: int | None = self.choices[0]
         self._looked = 0
         self._scale = 0  # of the number of sequences
+        self._scaled_by, self._first = (
+            self.choices[0],
+            0,
+        )  # the choice that set it, and first rounds that are left
         self._round = -1  # the first round warms up and does not count
 
     @property
@@ -89,11 +94,14 @@ class Budget:
         self._looking, self._looked = (above[0] if won and above else None), 0
 
     def _rescale(self, choice: int, seconds: float, sequences: int) -> None:
-        scale = max(1, sequences).bit_length()
-        if scale != self._scale and self._seconds[choice]:
-            factor = seconds / self._seconds[choice]
-            self._seconds = {other: factor * known for other, known in self._seconds.items()}
-        self._scale = scale
+        scale, known = max(1, sequences).bit_length(), self._seconds[choice]
+        new = scale != self._scale
+        if new:
+            self._scale, self._scaled_by, self._first = scale, choice, FIRST if known else 0
+        quicker = self._first > 0 and choice == self._scaled_by and seconds < known
+        self._first = max(0, self._first - 1)
+        if known and (new or quicker):
+            self._seconds = {other: seconds / known * its for other, its in self._seconds.items()}
 
     def _loss(self, choice: int) -> float:
         """Seconds that a round with this choice may lose: it brings no fewer tokens than smaller ones did."""

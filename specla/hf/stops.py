@@ -69,6 +69,12 @@ class Batch:
             self._ids = torch.cat([self._ids, last[:, None]], 1)
             told = torch.tensor(done, device=self.prompt.device)
             for criterion in self.others:
-                told = told | criterion(self._ids, None)
+                said = criterion(self._ids, None)
+                told = told | said
+                if told.shape != (len(column),):
+                    raise ValueError(
+                        f"{type(criterion).__name__} must say yes or no for each of {len(column)} rows, "
+                        f"and gave shape {list(said.shape)}"
+                    )
             done = told.tolist()
         return done

@@ -119,7 +119,7 @@ class FlaConfig:
     attn: tuple[AttentionConfig, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             check_size(name, getattr(self, name))
         if self.intermediate_size is not None:
             check_size("intermediate_size", self.intermediate_size)

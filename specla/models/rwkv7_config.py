@@ -62,7 +62,7 @@ class Rwkv7Config:
     eos_token_id: int | tuple[int, ...] | None = 2
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
             check_size(name, getattr(self, name))
         ranks = [f"{x}_low_rank_dim" for x in ("decay", "gate", "a", "v")]
         for name in ("head_dim", "num_heads", "value_dim", "intermediate_size", *ranks):

@@ -5,6 +5,8 @@ A node's window is its own nearest ancestors, then the slot's committed inputs; 
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,8 @@ from specla.ops.checks import check_path, require, select_rows
 from specla.ops.elementwise import silu
 from specla.ops.factors import PendingConv
 from specla.tree import Tree
+
+SUMMED = 4  # taps: of more, the order of torch's sums depends on how they lie in memory
 
 
 def tree_conv(
@@ -138,7 +142,8 @@ def _convolve(
     else:
         taps = joined.flatten(0, 1).index_select(0, tree.window_rows(width))
         taps = taps.view(x.shape[0], x.shape[1], width, x.shape[2])
-    y = (taps * weight.t()).sum(2)
+    products = taps * weight.t()
+    y = products.sum(2) if width <= SUMMED else reduce(torch.add, products.unbind(2))
     y = y if bias is None else y + bias
     return (silu(y) if activation == "silu" else y).to(x.dtype)
 

@@ -24,6 +24,7 @@ ALIGNMENT = 64  # bytes; a BLAS may sum in another order when a matrix starts el
 TIMED_ENTRIES, TIMED_SECONDS = 2 << 20, 0.1
 CACHES = 64 << 20  # bytes that do not fit any cache
 LARGE = 4 << 20  # entries of a weight from which one probe has to do
+SMALL = 1 << 10  # up to which one probe leaves few traces
 PROMPT = (
     1 << 18
 )  # rows beyond which a GPU multiplies as is fastest: no round has so many, 4096 trees of 64 nodes
@@ -112,10 +113,9 @@ def _plan(out_features: int, in_features: int, dtype: torch.dtype, offset: int, 
     """The fastest form for each number of rows up to `BLOCK` that has the reference's bits, for a weight `offset`
     bytes off.
     """
-    probes = [
-        _Probe(out_features, in_features, dtype, offset, seed)
-        for seed in range(1 if out_features * in_features > LARGE else 3)
-    ]
+    size = out_features * in_features
+    seeds = range(1 if size > LARGE else 3 if size > SMALL else 16)
+    probes = [_Probe(out_features, in_features, dtype, offset, seed) for seed in seeds]
     agrees = functools.cache(lambda form, reference: all(p.agree(form, reference) for p in probes))
     reference = next((form for form in REFERENCES if agrees(form, form)), None)
     if reference is None:
@@ -166,6 +166,7 @@ class _Probe:
         x = torch.cat([x, -x[:, order], x.new_zeros(BLOCK, odd)], 1)[:, mix]
         if seed % 2:
             weight += 2.0**-10 * torch.randn(weight.shape, generator=generator)
+            x = torch.where(x == 0, 2.0**-10 * torch.randn(x.shape, generator=generator), x)  # the odd one
         self.x, self.order = x.to(dtype).contiguous(), torch.randperm(BLOCK, generator=generator)
         room = torch.empty(out_features * in_features + ALIGNMENT, dtype=dtype)
         first = (offset - room.data_ptr()) % ALIGNMENT // room.element_size()

@@ -121,6 +121,20 @@ def test_seconds_go_with_the_number_of_sequences() -> None:
     assert budget.best == best
 
 
+@pytest.mark.parametrize("slow", [1, 3, 10, 100])
+def test_a_slow_first_round_of_more_sequences_is_not_taken_for_their_cost(slow: int) -> None:
+    """Or all other sizes would be taken to cost as much more, and not be looked at for thousands of rounds."""
+    budget, gain, spent = Budget(SpeculativeConfig(), (0, 3, 7, 15)), {0: 1.0, 3: 2.0, 7: 2.5, 15: 3.0}, []
+    for turn in range(1100):
+        batch, choice = 1 if turn < 100 else 128, budget.choose()
+        seconds = MEASURED[batch][choice]
+        budget.observe(choice, gain[choice], seconds * (slow if turn == 100 else 1), batch)
+        spent.append((gain[choice], seconds))
+    assert budget.best in (0, 3)
+    tokens, total = (sum(column) for column in zip(*spent[-1000:], strict=True))
+    assert tokens / total > 0.8 * max(gain[n] / MEASURED[128][n] for n in gain)
+
+
 class Forwards:
     """A clock that counts what is spent in plain forwards of the target: 1 for each, `node` for each drafted node
     beyond its root, `step` for each step of drafting.

@@ -75,6 +75,13 @@ def test_one_target_for_all_calls_and_another_when_weights_have_changed():
     check(model)
 
 
+def test_what_inference_mode_has_seen_runs_outside_of_it():
+    with torch.inference_mode():
+        model = load_qwen("dense")
+        before = check(model)
+    assert torch.equal(check(model), before)
+
+
 def test_writes_that_leave_no_trace_need_forget():
     model = load_qwen("dense")
     check(model)

@@ -146,6 +146,16 @@ def test_an_error_of_a_streamer_or_criterion_is_raised_and_leaves_nothing_behind
     assert torch.equal(qwen().generate(**ASKED, **prompts(), custom_generate=speculative), expected)
 
 
+def test_an_answer_for_other_than_each_row_is_refused():
+    def by_column(ids: Tensor, *_: Any) -> Tensor:
+        return torch.ones(len(ids), 1, dtype=torch.bool) * (ids.shape[1] > 14)
+
+    with pytest.raises(ValueError, match=r"Asked must say yes or no for each of 3 rows.*\[3, 1\]"):
+        qwen().generate(
+            **ASKED, **prompts(), custom_generate=speculative, stopping_criteria=[Asked(by_column)]
+        )
+
+
 def test_a_criterion_may_generate_with_the_same_model():
     inner = qwen().generate(torch.tensor([[9]]), max_new_tokens=4)
 

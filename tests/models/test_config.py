@@ -81,7 +81,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     *[({"model_type": kind}, "model_type") for kind in ("llama", "qwen3_next", None, 5, [])],
     *[({name: value}, name)
       for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_heads", "head_dim", "conv_size",
-                   "num_v_heads", "intermediate_size")
+                   "num_v_heads", "intermediate_size", "max_position_embeddings")
       for value in (0, -1, 2.5, "4", True, [4], 2**40)],
     *[({name: None}, name) for name in ("vocab_size", "conv_size", "norm_eps", "use_gate", "expand_v")],
     *[({name: value}, name)

@@ -181,6 +181,7 @@ def test_a_configuration_that_contradicts_the_weights(
      ({"intermediate_size": None, "hidden_ratio": -1}, ("hidden_ratio",)),
      ({"num_hidden_layers": 10**9}, ("num_hidden_layers",)),
      ({"eos_token_id": 23}, ("eos_token_id", "23")),
+     ({"max_position_embeddings": -1}, ("max_position_embeddings",)),
      ({"vocab_size": "23"}, ("vocab_size",))],
     ids=str,
 )  # fmt: skip

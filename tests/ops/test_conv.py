@@ -39,7 +39,7 @@ def convs(
 ) -> dict[str, Any]:
     """`call`: arguments of tree_conv; `rows`: the ragged parents; `slots`: slot of each row."""
     batch, channels = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 16]))
-    width = draw(st.integers(1, 4)) if width is None else width
+    width = draw(st.integers(1, 9)) if width is None else width
     rows = draw(parents(batch, 10))
     size = max(map(len, rows)) + draw(st.integers(0, 2))
     count, indices = draw(slot_maps(batch)) if slots else (batch, None)

@@ -46,6 +46,18 @@ def test_a_rows_product_does_not_depend_on_the_rows_beside_it(
     assert torch.equal(row_invariant_linear(x[shuffled], weight), alone[shuffled])
 
 
+@pytest.mark.parametrize("in_features", range(1, 10))
+@pytest.mark.parametrize(("out_features", "shift"), [(1, 0), (2, 0), (3, 0), (5, 0), (2, 14), (3, 6)])
+def test_the_law_holds_for_the_smallest_weights(out_features: int, shift: int, in_features: int) -> None:
+    generator = torch.Generator().manual_seed(in_features)
+    room = torch.randn(shift + out_features * in_features, generator=generator)
+    weight = room[shift:].view(out_features, in_features)
+    x = torch.randn(200, in_features, generator=generator)
+    alone = torch.cat([row_invariant_linear(row[None], weight) for row in x])
+    for rows in range(1, 34):
+        assert torch.equal(torch.cat([row_invariant_linear(y, weight) for y in x.split(rows)]), alone), rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_two_threads_keep_the_law(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
