@@ -216,8 +216,12 @@ def _channel_scores(x: Tensor, k: Tensor, total: Tensor) -> Tensor:
 
 
 def _split(x: Tensor, size: int) -> Tensor:
-    """`[B, T, H, D]` to `[B, H, C, size, D]`; zeros past the end leave the state as it is."""
-    missing = -x.shape[1] % size
+    """`[B, T, H, D]` to `[B, H, C, size, D]`; zeros past the end leave the state as it is.
+
+    There is never one block alone: a batch of one product is computed in another way, to other bits.
+    """
+    alone = x.shape[0] * x.shape[2] == 1 and 0 < x.shape[1] <= size
+    missing = -x.shape[1] % size + size * alone
     if missing:
         x = torch.nn.functional.pad(x, (0, 0, 0, 0, 0, missing))
     return x.transpose(1, 2).unflatten(2, (-1, size))

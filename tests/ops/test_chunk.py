@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import Tensor
 
 from specla.ops import chunk_gated_delta, gated_delta_commit, gated_delta_verify
 from specla.ops.naive import naive_chunk_gated_delta
@@ -82,6 +83,34 @@ def test_two_calls_joined_by_the_state_equal_one(call: dict[str, Any], cut: int)
             parts.append(o_part)
     close(torch.cat(parts, 1), o)
     close(state, final)
+
+
+@pytest.mark.parametrize("cut", [64, 128])
+@pytest.mark.parametrize("delta", [True, False])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+@pytest.mark.parametrize(("heads", "sizes"), [(1, (34, 17)), (1, (16, 33)), (2, (34, 17))])
+def test_a_cut_between_chunks_changes_no_bit(
+    heads: int, sizes: tuple[int, int], decay: str, delta: bool, cut: int
+) -> None:
+    """In float32: a last part of one chunk, and a first."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(1, 145, heads, *shape, generator=generator)
+
+    q, k, v = draw(sizes[0]), draw(sizes[0]), draw(sizes[1])
+    g = {"none": None, "head": -draw().abs(), "channel": -draw(sizes[0]).abs()}[decay]
+    beta = draw().sigmoid() if delta else None
+    before = draw(*sizes[::-1])[:, 0].clone()
+
+    def read(part: slice, state: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = (None if x is None else x[:, part] for x in (q, k, v, g, beta))
+        return chunk_gated_delta(*inputs, initial_state=state, delta=delta, use_qk_l2norm_in_kernel=True)
+
+    whole, after = read(slice(None), before)
+    first, between = read(slice(cut), before)
+    second, last = read(slice(cut, None), between)
+    assert same_bits(torch.cat([first, second], 1), whole) and same_bits(last, after)
 
 
 @pytest.mark.parametrize("delta", [True, False])
