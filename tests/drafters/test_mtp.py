@@ -114,6 +114,7 @@ def test_it_comes_with_the_model_unless_another_is_asked_for(tmp_path: Path):
     pruned = SpeculativeConfig(num_speculative_tokens=4, prune_threshold=2.0)
     assert choose_drafter(None, DATA / "next", pruned) == "mtp"
     (tmp_path / "drafter").mkdir()
+    (tmp_path / "drafter" / "config.json").write_text("{}")
     copy("images", tmp_path)
     assert choose_drafter(None, tmp_path, CONFIG) == tmp_path / "drafter"
     assert not has_mtp(tmp_path / "drafter")

@@ -32,14 +32,14 @@ def convs(
     draw: st.DrawFn,
     dtype: torch.dtype = torch.float64,
     *,
-    width: int | None = None,
+    widest: int = 9,
     pending: bool | None = None,
     slots: bool = True,
     poisoned: bool = False,
 ) -> dict[str, Any]:
     """`call`: arguments of tree_conv; `rows`: the ragged parents; `slots`: slot of each row."""
     batch, channels = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 5, 16]))
-    width = draw(st.integers(1, 9)) if width is None else width
+    width = draw(st.integers(1, widest))
     rows = draw(parents(batch, 10))
     size = max(map(len, rows)) + draw(st.integers(0, 2))
     count, indices = draw(slot_maps(batch)) if slots else (batch, None)

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from specla.ops.naive import naive_conv_commit, naive_tree_conv
+from specla.ops.triton import MAX_TAPS
 from specla.ops.triton.conv import conv_commit, tree_conv
 from specla.tree import Tree
 from tests.ops.strategies import accepted, close, parents, path_to, poison, random_parent, same_bits
@@ -51,7 +52,7 @@ def naive(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 @settings(max_examples=15)
-@given(convs(torch.float32, poisoned=True))
+@given(convs(torch.float32, widest=MAX_TAPS, poisoned=True))
 def test_tree_conv_equals_the_naive_replay_and_leaks_no_padding(case: dict[str, Any]) -> None:
     (y, state), (y_naive, state_naive) = run(case["call"]), naive(case["call"])
     close(y, y_naive, 1e-5)  # zero at padding nodes and rows
@@ -61,7 +62,7 @@ def test_tree_conv_equals_the_naive_replay_and_leaks_no_padding(case: dict[str, 
 
 
 @settings(max_examples=12)
-@given(convs(torch.float32), st.sampled_from([torch.float32, torch.bfloat16]))
+@given(convs(torch.float32, widest=MAX_TAPS), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_bfloat16_inputs_are_summed_in_float32(case: dict[str, Any], window: torch.dtype) -> None:
     call = case["call"]
     low = {"x": call["x"].bfloat16(), "weight": call["weight"].bfloat16()}
@@ -95,7 +96,7 @@ def decode(call: dict[str, Any], row: int, ids: list[int], pending: Any) -> tupl
 
 @settings(max_examples=10)
 @given(
-    convs(torch.float32, slots=False),
+    convs(torch.float32, widest=MAX_TAPS, slots=False),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.data(),
@@ -177,7 +178,7 @@ def test_all_layers_at_once_from_banks_by_slot_have_the_bits_of_each_alone() -> 
 
 @settings(max_examples=12)
 @given(
-    convs(torch.float32, poisoned=True),
+    convs(torch.float32, widest=MAX_TAPS, poisoned=True),
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.booleans(),
     st.integers(0, 3),
