@@ -9,7 +9,8 @@ from specla.engine.params import SpeculativeConfig
 CHOICES = (0, 4, 8, 16)
 MEMORY = 48.0  # sequences whose rounds the past weighs as much as, in the running means, at most
 FADING = 0.97  # of what it weighs with each round
-LOOK = 6  # sequences whose rounds are a first look at a choice
+FEW = 64  # drafts of all sequences up to which the largest choice is looked at first
+LOOK = 4  # sequences whose rounds are a first look at a choice
 SHARE = 0.01  # of all time, which looking at losing choices may lose
 DULL = 0.02  # of its own time, which a look loses at least
 FIRST = 4  # rounds of a new number of sequences, of which one may be slow for reasons of its own
@@ -20,8 +21,9 @@ class Budget:
     """The number of drafts for the next round.
 
     With "auto", each choice keeps running means of tokens and seconds a round, and the one with the most tokens a
-    second is taken. At first, and when a larger choice than before has won, choices are looked at upwards until one
-    loses. After that a losing choice is looked at when what this is expected to lose is a small share of the time
+    second is taken. At first choices are looked at one after another until one loses: downwards for few sequences, to
+    which drafts cost little, and upwards for many. When another choice has won, those beyond it are looked at in the
+    same way. After that a losing choice is looked at when what this is expected to lose is a small share of the time
     since the last look, so that a hopeless drafter costs next to nothing. Seconds are those of a number of sequences;
     when it changes, all of them are scaled by the quickest of the first rounds of the new number.
     """
@@ -34,8 +36,8 @@ class Budget:
         self._seconds = dict.fromkeys(self.choices, 0.0)
         self._weight = dict.fromkeys(self.choices, 0.0)
         self._saved = dict.fromkeys(self.choices, 0.0)  # seconds that looking at it may lose
-        self._looking: int | None = self.choices[0]
-        self._looked = 0
+        self._looking: int | None = None
+        self._step, self._looked = 0, 0  # which way; sequences so far
         self._scale = 0  # of the number of sequences
         self._scaled_by, self._first = (
             self.choices[0],
@@ -53,10 +55,13 @@ class Budget:
         """The choice with the most tokens a second so far; the smallest before any is known."""
         return max(self.choices, key=self._rate)
 
-    def choose(self) -> int:
-        """Drafts for the next round at most."""
+    def choose(self, sequences: int = 1) -> int:
+        """Drafts for the next round of so many sequences at most."""
         if self.fixed is not None:
             return self.fixed
+        if not self._step:
+            few = sequences * self.choices[-1] <= FEW
+            self._looking, self._step = (self.choices[-1], -1) if few else (self.choices[0], 1)
         if self._looking is not None:
             return self._looking
         best = self.best
@@ -85,13 +90,15 @@ class Budget:
         if choice == self._looking:
             self._looked += sequences
             if choice == 0 or self._looked >= LOOK:
-                self._look_above(choice, won=choice == self.best)
-        elif self._looking is None and self.best == choice > before:
-            self._look_above(choice, won=True)
+                self._look_beyond(choice, won=choice == self.best)
+        elif self._looking is None and self.best == choice != before:
+            self._step = 1 if choice > before else -1
+            self._look_beyond(choice, won=True)
 
-    def _look_above(self, choice: int, *, won: bool) -> None:
-        above = [other for other in self.choices if other > choice]
-        self._looking, self._looked = (above[0] if won and above else None), 0
+    def _look_beyond(self, choice: int, *, won: bool) -> None:
+        at = self.choices.index(choice) + self._step
+        self._looking = self.choices[at] if won and 0 <= at < len(self.choices) else None
+        self._looked = 0
 
     def _rescale(self, choice: int, seconds: float, sequences: int) -> None:
         scale, known = max(1, sequences).bit_length(), self._seconds[choice]

@@ -192,7 +192,7 @@ class Engine:
         )  # neighbours are views, not copies
         if not batch:
             return changed
-        budget = self.budget.choose()
+        budget = self.budget.choose(len(batch))
         before = sum(s.metrics.num_tokens for s in batch)
         start = time.perf_counter()
         try:

@@ -181,7 +181,7 @@ class ResidentEngine(Engine):
         sequences = {sequence.slot: sequence for sequence in self.running if sequence.slot is not None}
         params = [sequence.params for sequence in self.running]
         asked = [p.num_speculative_tokens for p in params if p.num_speculative_tokens is not None]
-        budget = self.budget.choose()
+        budget = self.budget.choose(len(params))
         if len(asked) == len(params):  # in a tree no larger than needed
             budget = min([budget, *(n for n in CHOICES if n >= max(asked))])
         telling = any(sequence.trace or sequence.params.logprobs is not None for sequence in self.running)

@@ -112,7 +112,7 @@ actions = st.lists(
 @given(st.sampled_from(["none", "ngram", "synthetic"]), actions)
 def test_requests_may_join_leave_and_go_on_at_any_moment(drafter: str, script: list[tuple[str, int]]) -> None:
     engine, rng = make(drafter, 6), random.Random(len(script))
-    engine.budget.choose = lambda: rng.choice([0, 1, 3, 6])
+    engine.budget.choose = lambda sequences: rng.choice([0, 1, 3, 6])
     running: list[tuple[Sequence, tuple[list[int], str | None]]] = []  # and what becomes of them
 
     def check(sequence: Sequence, want: tuple[list[int], str | None]) -> None:

@@ -80,7 +80,8 @@ def test_rounds_without_drafts_are_read_like_all_others() -> None:
     network, texts, counts = make_network(), [], []
     for kind in (Engine, ResidentEngine):
         engine = kind(make_target("plain"), EagleDrafter(network, 6, 4, 2, max_num_seqs=1), SPECULATION, 1)
-        engine.budget.choose = cycle([6, 0, 3, 0, 0, 6]).__next__
+        budgets = cycle([6, 0, 3, 0, 0, 6])
+        engine.budget.choose = lambda sequences, budgets=budgets: next(budgets)
         sequence = engine.add(PROMPTS[0], SamplingParams(max_tokens=9, temperature=1.0, seed=3))
         while engine.has_work:
             engine.step()
@@ -108,7 +109,8 @@ def test_no_level_is_drafted_that_a_round_has_no_room_for(monkeypatch: pytest.Mo
         make_target("plain"), EagleDrafter(make_network(), 6, 4, 2, max_num_seqs=1), SPECULATION, 1
     )
     budgets = [6, 3, 2, 1, 0]
-    engine.budget.choose = cycle(budgets).__next__
+    chosen = cycle(budgets)
+    engine.budget.choose = lambda sequences: next(chosen)
     engine.add(PROMPTS[0], SamplingParams(max_tokens=64, ignore_eos=True))
     for _ in budgets:
         engine.step()
