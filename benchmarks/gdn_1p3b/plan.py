@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def h200(cls, processes: int) -> Machine:
-        """What is lent: 139 GiB of memory a GPU, 64 GiB of disk. 280 TFLOP/s are a third of what its products reach."""
+        """139 GiB of memory a GPU, 64 GiB of disk. 280 TFLOP/s are a third of what its products reach."""
         return cls("NVIDIA H200", processes, 280e12, 138 * GIB, 60 * GIB)
 
     @classmethod

@@ -39,10 +39,8 @@ class Budget:
         self._looking: int | None = None
         self._step, self._looked = 0, 0  # which way; sequences so far
         self._scale = 0  # of the number of sequences
-        self._scaled_by, self._first = (
-            self.choices[0],
-            0,
-        )  # the choice that set it, and first rounds that are left
+        self._scaled_by = self.choices[0]  # the choice whose seconds set it
+        self._first = 0  # rounds that may set it anew
         self._round = -1  # the first round warms up and does not count
 
     @property
