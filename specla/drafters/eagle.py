@@ -156,8 +156,8 @@ class EagleDrafter:
         limits = [min(row.limit, self.num_speculative_tokens) for row in rows]
         return grow(
             bend(network.logits(hidden), depth).log_softmax(-1)[:, 0], advance,
-            limits=torch.tensor(limits, device=hidden.device), num_steps=self.num_steps,
-            topk=self.topk, prune_threshold=self.prune_threshold,
+            limits=torch.tensor(limits, device=hidden.device), num_steps=self.num_steps, topk=self.topk,
+            prune_threshold=self.prune_threshold,
         )  # fmt: skip
 
     @torch.inference_mode()

@@ -7,11 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import torch
-from torch import Tensor
-
 from specla.models.config import AttentionConfig, FlaConfig, GatedDeltaNetConfig
-from specla.models.source import Shapes, Source, swiglu, vocabulary
+from specla.models.source import Shapes, Source, rows, swiglu, vocabulary
 
 EMBEDDINGS = "model.embeddings.weight"
 
@@ -36,10 +33,6 @@ def sources(config: FlaConfig, recurrent: Callable[[int], Mapping[str, Shapes]])
             found[f"layers.{i}.{name}"] = rows({f"model.layers.{i}.{x}": s for x, s in shapes.items()})
         found |= swiglu(f"layers.{i}.mlp.", f"model.layers.{i}.mlp.", hidden, config.mlp_dim)
     return found
-
-
-def rows(shapes: Shapes) -> Source:
-    return Source(shapes, _join)
 
 
 def projections(hidden: int, sizes: Mapping[str, int]) -> Shapes:
@@ -86,7 +79,3 @@ def gated_deltanet(config: GatedDeltaNetConfig) -> dict[str, Source]:
     if config.use_short_conv:
         mixer |= short_conv(streams, config.conv_size, config.conv_bias)
     return sources(config, lambda layer: mixer)
-
-
-def _join(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.flatten(1) if part.dim() == 3 else part for part in parts])

@@ -11,7 +11,7 @@ from specla.models import fla_layout
 from specla.models.kda_config import KDAConfig
 from specla.models.kimi_config import SPARSE, KimiConfig
 from specla.models.qwen_config import LINEAR
-from specla.models.source import Shapes, Source, stack, swiglu, vocabulary
+from specla.models.source import Shapes, Source, flat, rows, stack, swiglu, vocabulary
 
 MOE = "block_sparse_moe"
 
@@ -74,7 +74,7 @@ def _layer(config: KimiConfig, layer: int, dense: str) -> dict[str, Source]:
         low_rank = {"f": ("f_a_proj", "f_b_proj"), "g": ("g_a_proj", "g_b_proj")}
         for name, shapes in _mixer(delta, low_rank, (1, 1, delta.num_heads, 1)).items():
             named = {f"self_attn.{part}": shape for part, shape in shapes.items()}
-            parts[f"attn.{name}"] = Source(named, _flat) if name == "A_log" else fla_layout.rows(named)
+            parts[f"attn.{name}"] = Source(named, flat) if name == "A_log" else rows(named)
     else:
         parts |= {f"attn.{name}": source for name, source in _attention(config).items()}
     if config.mlp_layer_types[layer] == SPARSE:
@@ -116,7 +116,3 @@ def _experts(config: KimiConfig) -> dict[str, Source]:
 def _heads(heads: int, sizes: list[int], parts: list[Tensor]) -> tuple[Tensor, ...]:
     """Rows of each head, split in kinds: `[heads, size, rank]`."""
     return parts[0].unflatten(0, (heads, -1)).split(sizes, 1)
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return parts[0].flatten().clone()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from specla.models.mamba2_config import Mamba2Config
-from specla.models.source import Source, taps, vocabulary
+from specla.models.source import Source, rows, vocabulary
 
 EMBEDDINGS = "backbone.embeddings.weight"
 OLD_EMBEDDINGS = "backbone.embedding.weight"  # as mamba_ssm has it, which both libraries read too
@@ -17,10 +17,7 @@ def sources(config: Mamba2Config, stored: Collection[str]) -> dict[str, Source]:
     found["norm.weight"] = Source({"backbone.norm_f.weight": (config.hidden_size,)})
     for i in range(config.num_hidden_layers):
         for ours, (theirs, shape) in _layer(config).items():
-            name = f"backbone.layers.{i}.{theirs}"
-            found[f"layers.{i}.{ours}"] = (
-                Source({name: shape}, taps) if len(shape) == 3 else Source({name: shape})
-            )
+            found[f"layers.{i}.{ours}"] = rows({f"backbone.layers.{i}.{theirs}": shape})
     return found
 
 

@@ -22,6 +22,7 @@ from specla.ops.conv import (
     launch as launch_conv,
     takes as takes_conv,
 )
+from specla.ops.factors import Factors
 from specla.ops.verify import check_launch, launch, takes, verify
 from specla.state import AttentionState, RecurrentLayer, StatePool, slot_indices
 from specla.tree import Tree
@@ -130,16 +131,15 @@ class Prefill:
     def conv(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
     ) -> Tensor:
-        state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentLayer)
+        state = _recurrent(self.pool, layer)
         window = state.conv_state[self.slot]
         joined = torch.cat([window.t()[None].to(x.dtype), x], 1)
         window.copy_(joined[0, joined.shape[1] - window.shape[1] :].t())
         return causal_convolve(joined, weight, bias, activation)
 
     def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
-        state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentLayer) and state.conv_state.shape[-1] == 1
+        state = _recurrent(self.pool, layer)
+        assert state.conv_state.shape[-1] == 1
         window = state.conv_state[self.slot, first : first + x.shape[2], 0]
         joined = torch.cat([window[None, None].to(x.dtype), x], 1)
         window.copy_(x[0, -1])
@@ -149,9 +149,7 @@ class Prefill:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
         rule: Rule = GATED_DELTA,
     ) -> Tensor:  # fmt: skip
-        layer_state = self.pool.layers[layer]
-        assert isinstance(layer_state, RecurrentLayer)
-        state = layer_state.state[self.slot : self.slot + 1]
+        state = _recurrent(self.pool, layer).state[self.slot : self.slot + 1]
         kernel = rule == GATED_DELTA and beta is not None and (g is None or g.dim() == 3)
         if kernel and takes_prompt(state, q, k, v, g, beta):
             assert beta is not None
@@ -165,9 +163,7 @@ class Prefill:
         return o
 
     def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        layer_state = self.pool.layers[layer]
-        assert isinstance(layer_state, RecurrentLayer)
-        state = layer_state.state[self.slot : self.slot + 1]
+        state = _recurrent(self.pool, layer).state[self.slot : self.slot + 1]
         o, last = chunk_dplr(q, k, v, g, a, b, initial_state=state)
         state.copy_(last)
         return o
@@ -213,8 +209,7 @@ class Verification:
     def conv(
         self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = "silu"
     ) -> Tensor:
-        state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentLayer)
+        state = _recurrent(self.pool, layer)
         if state.conv_inputs.shape[-1]:  # of a window of one, nothing is read again
             state.conv_inputs[self.rows, : self.tree.size] = x
         if takes_conv(state.conv_state, x, weight, bias):
@@ -222,8 +217,8 @@ class Verification:
         return convolve(x, self.tree, weight, bias, state.conv_state[self.rows], activation)
 
     def previous(self, layer: int, x: Tensor, first: int = 0) -> Tensor:
-        state, channels = self.pool.layers[layer], slice(first, first + x.shape[2])
-        assert isinstance(state, RecurrentLayer) and state.conv_state.shape[-1] == 1
+        state, channels = _recurrent(self.pool, layer), slice(first, first + x.shape[2])
+        assert state.conv_state.shape[-1] == 1
         state.conv_inputs[self.rows, : self.tree.size, channels] = x
         return inputs_before(x, self.tree, state.conv_state[self.rows][:, channels])
 
@@ -231,8 +226,7 @@ class Verification:
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, beta: Tensor | None,
         rule: Rule = GATED_DELTA,
     ) -> Tensor:  # fmt: skip
-        state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentLayer)
+        state = _recurrent(self.pool, layer)
         if takes(state.state, self.tree, q, k, v, g, beta):
             check_launch(q, k, v, g, self.tree, self.mode)
             o, _ = launch(
@@ -243,17 +237,18 @@ class Verification:
         o, factors = verify(
             q, k, v, g, beta, self.tree, state.state[self.rows], rule.scale, self.mode, rule.normalise, rule.delta
         )  # fmt: skip
-        for bank, new in zip(state.factors, factors, strict=True):
-            bank[self.rows, : self.tree.size] = new
+        self._keep(state, factors)
         return o
 
     def dplr(self, layer: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        state = self.pool.layers[layer]
-        assert isinstance(state, RecurrentLayer)
+        state = _recurrent(self.pool, layer)
         o, factors = dplr_verify(q, k, v, g, a, b, self.tree, state=state.state[self.rows], mode=self.mode)
+        self._keep(state, factors)
+        return o
+
+    def _keep(self, state: RecurrentLayer, factors: Factors) -> None:
         for bank, new in zip(state.factors, factors, strict=True):
             bank[self.rows, : new.shape[1]] = new
-        return o
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         state = self.pool.layers[layer]
@@ -263,6 +258,12 @@ class Verification:
             q, k, v, self.tree, keys=state.cache[0], values=state.cache[-1], slots=self.slots, lengths=self.lengths,
             window=window,
         )  # fmt: skip
+
+
+def _recurrent(pool: StatePool, layer: int) -> RecurrentLayer:
+    state = pool.layers[layer]
+    assert isinstance(state, RecurrentLayer)
+    return state
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, q_at: Tensor, k_at: Tensor, window: int | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from specla.models.qwen_config import FULL, LINEAR, NEXT, QwenConfig
-from specla.models.source import Join, Source, stack, swiglu, taps, vocabulary
+from specla.models.source import Join, Source, rows, stack, swiglu, vocabulary
 
 MTP = "mtp."  # how the names of a drafting head begin
 UNUSED: tuple[str, ...] = (MTP, "model.visual.")  # tensors that a target has no use for
@@ -79,7 +79,7 @@ def _recurrent(config: QwenConfig) -> dict[str, Source]:
         "attn.in_proj.weight": Source(
             {f"linear_attn.in_proj_{x}.weight": s for x, s in shapes.items()}, join
         ),
-        "attn.conv_weight": Source({"linear_attn.conv1d.weight": (channels, 1, delta.conv_size)}, taps),
+        "attn.conv_weight": rows({"linear_attn.conv1d.weight": (channels, 1, delta.conv_size)}),
         "attn.A_log": Source({"linear_attn.A_log": (heads,)}),
         "attn.dt_bias": Source({"linear_attn.dt_bias": (heads,)}),
         "attn.norm.weight": Source({"linear_attn.norm.weight": (delta.head_v_dim,)}),

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import Tensor
 
 from specla.models.fla_layout import EMBEDDINGS
 from specla.models.rwkv7_config import Rwkv7Config
-from specla.models.source import Shapes, Source, vocabulary
+from specla.models.source import Shapes, Source, flat, vocabulary
 
 MIXED = "rwkvag"  # the streams of time mixing, in our order
 VECTORS = ("attn.mix", "attn.r_k")  # stored with further dimensions
@@ -27,7 +26,7 @@ def sources(config: Rwkv7Config, stored: Collection[str]) -> dict[str, Source]:
         parts = _time_mixing(config, i, joined=f"{theirs}.attn.x_x" in stored) | _channel_mixing(config)
         for name, shapes in parts.items():
             stored_as = {f"{theirs}.{x}": shape for x, shape in shapes.items()}
-            found[f"{ours}.{name}"] = Source(stored_as, _flat if name in VECTORS else torch.cat)
+            found[f"{ours}.{name}"] = Source(stored_as, flat if name in VECTORS else torch.cat)
     return found
 
 
@@ -67,7 +66,3 @@ def _channel_mixing(config: Rwkv7Config) -> dict[str, Shapes]:
         "mlp.key.weight": {"ffn.key.weight": (width, hidden)},
         "mlp.value.weight": {"ffn.value.weight": (hidden, width)},
     }
-
-
-def _flat(parts: list[Tensor]) -> Tensor:
-    return torch.cat([part.flatten() for part in parts])

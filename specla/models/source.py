@@ -39,9 +39,18 @@ def swiglu(ours: str, theirs: str, hidden: int, width: int) -> dict[str, Source]
     }
 
 
-def taps(parts: list[Tensor]) -> Tensor:
-    """A convolution `[channels, 1, taps]` as `[channels, taps]`."""
-    return parts[0].flatten(1).clone()
+def rows(shapes: Shapes) -> Source:
+    """The rows of these tensors, one after the other; of a convolution `[channels, 1, taps]`, as `[channels, taps]`."""
+    return Source(shapes, _taps if any(len(shape) == 3 for shape in shapes.values()) else torch.cat)
+
+
+def _taps(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.flatten(1) for part in parts])
+
+
+def flat(parts: list[Tensor]) -> Tensor:
+    """Vectors that are stored with further dimensions, one after the other."""
+    return torch.cat([part.flatten() for part in parts])
 
 
 def stack(each: int, parts: list[Tensor]) -> Tensor:
