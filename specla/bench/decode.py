@@ -102,5 +102,5 @@ def decode_batch(
 
 def _prepared(engine: Engine) -> int:
     """Graphs that an engine has, 0 where it needs none."""
-    rounds = getattr(engine, "rounds", None)
-    return 0 if rounds is None else rounds.num_prepared
+    captures = getattr(engine, "captures", None)
+    return 0 if captures is None else captures.count

@@ -92,6 +92,9 @@ class Shadowed:
         self.eagle, self.told = eagle, told
         self.layer_ids, self.chains, self.kept = eagle.layer_ids, told.chains, eagle.kept
 
+    def prepare(self) -> None:
+        self.eagle.prepare()
+
     def clear(self, slot: int) -> None:
         self.eagle.clear(slot)
 
@@ -217,7 +220,7 @@ def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, see
     )
     engine = ResidentEngine(target, drafter, config, batch)
     if way.network:
-        eagle = Eagle(network, batch, config.max_draft + 1, way.steps, way.topk, None)
+        eagle = Eagle(network, batch, config.max_draft + 1, way.steps, way.topk, None, engine.captures)
         engine.rounds.proposer = Shadowed(eagle, engine.rounds.proposer)
     return engine
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence as Tokens
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence as Tokens
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -34,6 +34,14 @@ class EngineStats(NamedTuple):
     prefix_hits: int
     prefix_hit_tokens: int
     prefix_bytes: int
+
+
+class PromptStretch(NamedTuple):
+    """The next tokens of the prompt in a slot, and who sees the streams that they make."""
+
+    slot: int
+    token_ids: list[int]
+    tap: Tap | None
 
 
 class Engine:
@@ -239,30 +247,56 @@ class Engine:
     def _read_prompts(self, budget: int) -> list[Sequence]:
         """Read up to `budget` tokens of prompts, first come, first served; the sequences that failed in it."""
         lost: list[Sequence] = []
-        while self.reading or (self.waiting and self.pool.num_free):
-            if not self.reading:
+        while group := self._next_group(budget, lost):
+            with self._blaming([sequence for sequence, _ in group], lost):
+                self._read(group)
+                budget -= sum(count for _, count in group)
+            for sequence, _ in group:
+                if sequence.is_read and sequence.finish_reason is None:
+                    with self._blaming([sequence], lost):
+                        self._start(sequence)
+                        self.reading.remove(sequence)
+                        self.running.append(sequence)
+        return lost
+
+    def _next_group(self, budget: int, lost: list[Sequence]) -> list[tuple[Sequence, int]]:
+        """The sequences to be read next, in their slots by now, and how many tokens of each."""
+        group: list[tuple[Sequence, int]] = []
+        while len(group) < len(self.reading) or (self.waiting and self.pool.num_free):
+            if len(group) == len(self.reading):
                 self.reading.append(self.waiting.popleft())
-            sequence = self.reading[0]
-            try:
-                if sequence.slot is None:
+            sequence = self.reading[len(group)]
+            if group and not self._joins(sequence, [other for other, _ in group]):
+                break
+            if sequence.slot is None:
+                with self._blaming([sequence], lost):
                     self._begin(sequence)
-                if not sequence.is_read:
-                    read = self._read(sequence, budget)
-                    if not read:
-                        break
-                    budget -= read
-                if sequence.is_read:
-                    self._start(sequence)
-                    self.reading.remove(sequence)
-                    self.running.append(sequence)
-            except BaseException as error:
-                if not isinstance(error, Exception) or self._is_fatal(error):
-                    self._fail(error, [sequence])
-                    raise
+                if sequence.finish_reason is not None:
+                    continue
+            count = 0 if sequence.is_read else self._stretch(sequence, budget)
+            if not (count or sequence.is_read):
+                break
+            group.append((sequence, count))
+            budget -= count
+        return group
+
+    def _joins(self, sequence: Sequence, group: list[Sequence]) -> bool:
+        """Whether a sequence is read together with others."""
+        return False
+
+    @contextmanager
+    def _blaming(self, sequences: list[Sequence], lost: list[Sequence]) -> Iterator[None]:
+        """End these sequences, and only these if they alone can have spoilt it, by an error inside."""
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, Exception) or self._is_fatal(error):
+                self._fail(error, sequences)
+                raise
+            for sequence in sequences:
                 sequence.fail(error)
                 self.release(sequence)
-                lost.append(sequence)
-        return lost
+            lost += sequences
 
     def _is_fatal(self, error: BaseException) -> bool:
         """Whether an error while a prompt was read may be more than that prompt's own."""
@@ -283,23 +317,38 @@ class Engine:
             if found.kept.memory is not None:
                 self._recall(sequence, found.kept.memory)
 
-    def _read(self, sequence: Sequence, budget: int) -> int:
-        """Read the next stretch of a prompt, and keep a copy of the state where it is worth it; the tokens read."""
-        assert sequence.slot is not None
+    def _stretch(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a prompt to read now, as many as `budget` at most; 0 when none can be."""
         done, end = sequence.num_prefilled, len(sequence.tokens) - 1
         found = self._found.get(sequence.key)
         most = budget if found is None else min(budget, found.next_place(done, end) - done)
-        count = self.pauses.stretch(done, end, most)
-        if not count:
-            return 0
-        ids = torch.tensor(sequence.tokens[done : done + count], device=self.pool.device)
-        self.target.prefill(ids, sequence.slot, self.pool, self._tap(sequence, count))
-        sequence.num_prefilled = done = done + count
+        return self.pauses.stretch(done, end, most)
+
+    def _read(self, group: list[tuple[Sequence, int]]) -> None:
+        """Read so many tokens of each prompt, and keep a copy of the state where it is worth it."""
+        group = [(sequence, count) for sequence, count in group if count]
+        stretches = []
+        for sequence, count in group:
+            assert sequence.slot is not None
+            ids = sequence.tokens[sequence.num_prefilled : sequence.num_prefilled + count]
+            stretches.append(PromptStretch(sequence.slot, ids, self._tap(sequence, count)))
+        self._prefill(stretches)
+        for sequence, count in group:
+            sequence.num_prefilled += count
+            self._keep_prefix(sequence)
+
+    def _prefill(self, stretches: list[PromptStretch]) -> None:
+        """Take stretches of prompts into their slots' committed states."""
+        for slot, token_ids, tap in stretches:
+            self.target.prefill(torch.tensor(token_ids, device=self.pool.device), slot, self.pool, tap)
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        done, found = sequence.num_prefilled, self._found.get(sequence.key)
         if found is not None and self.prefixes is not None and done in found.places:
+            assert sequence.slot is not None
             state, memory = self.pool.export(sequence.slot), self._remember(sequence)
             nbytes = state.nbytes + (0 if memory is None else memory.nbytes)
             self.prefixes.keep(found.places[done], Kept(done, state, memory, nbytes))
-        return count
 
     def _tap(self, sequence: Sequence, length: int) -> Tap | None:
         """Shows the drafter the next `length` tokens of a prompt, each with the token that follows it."""

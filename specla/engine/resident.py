@@ -13,14 +13,16 @@ from torch import Tensor
 from specla.drafters import Drafter, NoDrafter
 from specla.drafters.base import Exported
 from specla.engine.budget import Budget
-from specla.engine.engine import Engine
+from specla.engine.engine import Engine, PromptStretch
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, RoundTrace, Sequence, TokenLogprobs
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
 from specla.ops.triton import MAX_NODES
+from specla.resident.capture import Captures
 from specla.resident.detail import Detail
 from specla.resident.forward import supports
+from specla.resident.prompt import Prompts
 from specla.resident.proposers import has_twin, twin_of
 from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape, num_banks
 from specla.resident.walk import NOT_FINITE
@@ -69,8 +71,11 @@ class ResidentEngine(Engine):
         super().__init__(
             target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
         )
-        proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.pool.device)
-        self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify)
+        self.captures = Captures(device)
+        proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.captures)
+        self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify, self.captures)
+        on_gpu = device.type == "cuda"  # the interpreter would take too long
+        self.prompts = Prompts(target, self.rounds.layers, self.captures) if on_gpu else None
         if isinstance(drafter, NoDrafter):
             config = replace(config, num_speculative_tokens=0)
         self.budget = Budget(config, CHOICES)
@@ -94,6 +99,9 @@ class ResidentEngine(Engine):
             size, telling = budget + 1, params.logprobs is not None
             for read in {self.rounds.proposer.reading(last, size) for last in (size, 0)}:
                 self.rounds.prepare(Shape(batch, size, plan_of([params]), 0, read, telling))
+        if self.prompts is not None:
+            self.prompts.prepare(self.rounds.proposer.layer_ids)
+            self.rounds.proposer.prepare()
 
     @torch.inference_mode()
     def admit(self) -> None:
@@ -135,9 +143,31 @@ class ResidentEngine(Engine):
         finally:  # of a device that has failed too
             super().release(sequence)
 
-    def _read(self, sequence: Sequence, budget: int) -> int:
+    def _read(self, group: list[tuple[Sequence, int]]) -> None:
         self._disturb()
-        return super()._read(sequence, budget)
+        super()._read(group)
+
+    def _joins(self, sequence: Sequence, group: list[Sequence]) -> bool:
+        """While states are copied for prompts that begin alike, each waits for the one before it."""
+        all_of_them = [*group, sequence]
+        if self.prompts is None or self.prefixes is not None:
+            return False
+        if any(each.params.prompt_logprobs is not None for each in all_of_them):
+            return False
+        lengths = [len(each.tokens) - 1 - each.num_prefilled for each in all_of_them if not each.is_read]
+        return not lengths or len(lengths) <= self.prompts.room(max(lengths))
+
+    def _prefill(self, stretches: list[PromptStretch]) -> None:
+        if self.prompts is None:
+            super()._prefill(stretches)
+        elif stretches:
+            tap = stretches[0].tap  # of the same streams as all others
+            parts = [(slot, token_ids) for slot, token_ids, _ in stretches]
+            streams = self.prompts.read(parts, () if tap is None else tap.layer_ids)
+            for (slot, token_ids, tap), rows in zip(stretches, streams, strict=True):
+                self.pool.length[slot] += len(token_ids)
+                if tap is not None:
+                    tap.read(rows[None])
 
     def _clear(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -8,6 +8,7 @@ Bank 0 holds the chain, bank 1 the drafts.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -21,10 +22,12 @@ from specla.ops import triton as kernels
 from specla.ops.factors import Pending
 from specla.ops.triton.linear import FEW, Int7Weight, linear, linear_parts, quantize, swiglu
 from specla.ops.triton.norm import add_norm
+from specla.resident.capture import Captures
 from specla.resident.drafts import Drafts
 from specla.resident.features import Backlog, Reading, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers, Round, leave, logits_of, recur
 from specla.resident.grow import MAX_STEPS, begin, begin_levels, expand, finish
+from specla.resident.prompt import LENGTHS, LayerIds, Pages, Stretch, Work, absorb
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
@@ -78,6 +81,7 @@ class Eagle:
     Args:
         max_nodes: of the target's trees, the root included.
         num_steps, topk, prune_threshold: as `EagleDrafter` has them.
+        captures: makes the graphs through which prompts are read.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class Eagle:
         num_steps: int,
         topk: int,
         prune_threshold: float | None,
+        captures: Captures | None = None,
     ):
         config, weight = network.config, network.fc.weight
         self.network, self.layer_ids = network, config.layer_ids
@@ -116,6 +121,12 @@ class Eagle:
         self.drafted_root = zeros(num_slots, 1) + room  # the first node of bank 1
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
+        self._pages = Pages(captures or Captures(weight.device), self._work, LENGTHS)
+
+    def prepare(self) -> None:
+        """Compile and capture what prompts of any length need."""
+        for length in LENGTHS:
+            self._pages.of((), length)
 
     def clear(self, slot: int) -> None:
         """Forget a slot, where a sequence is to begin."""
@@ -127,11 +138,32 @@ class Eagle:
         if slot in self._held:
             before, token = self._held[slot]
             features, following = torch.cat([before[None], features]), [token, *following]
-        self._held[slot] = features[-1], following[-1]
+        self._held[slot] = features[-1].clone(), following[-1]
         if len(following) > 1:
-            past = Prefill(self.pool, slot, len(following) - 1, self.network.fc.weight.dtype)
-            ids = torch.tensor(following[:-1], device=features.device)
-            self.network(ids[None], self.network.fuse(features[None, :-1]), past)
+            absorb_pairs = self.absorb_pairs if features.is_cuda else self._absorb_on_host
+            absorb_pairs(slot, features[:-1], following[:-1])
+
+    def absorb_pairs(self, slot: int, features: Tensor, tokens: list[int]) -> None:
+        """Take pairs of features `[T, F]` and the tokens after them into a slot's committed state."""
+        page, room, run = self._pages.of((), len(tokens))
+        room[: len(tokens)] = features
+        page.fill([(slot, tokens)])
+        run()
+
+    def _absorb_on_host(self, slot: int, features: Tensor, tokens: list[int]) -> None:
+        past = Prefill(self.pool, slot, len(tokens), self.network.fc.weight.dtype)
+        self.network(torch.tensor(tokens)[None], self.network.fuse(features[None]), past)
+
+    def _work(self, _: LayerIds, rows: int, length: int) -> tuple[Tensor, Work]:
+        room = self.backlog.features.new_zeros(rows * length, self.backlog.features.shape[1])
+        return room, partial(self._read_pairs, room)
+
+    def _read_pairs(self, features: Tensor, stretch: Stretch) -> None:
+        """Of what the layer makes of a prompt, nothing is wanted but its memory."""
+        sizes = len(features), self.network.config.hidden_size
+        hidden = linear(features, self.full.fc, features.new_empty(sizes, dtype=torch.float32))
+        x, _ = self._enter(stretch.tokens.flatten(), hidden, None, 1)
+        absorb(self._mixer, linear(x, self.full.in_proj)[None], self.memory, stretch)
 
     def export(self, slot: int) -> Exported | None:
         """What was read, and the features of the pair that waits."""

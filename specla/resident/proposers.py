@@ -12,6 +12,7 @@ from specla.drafters.base import Exported
 from specla.drafters.network import Eagle as Network
 from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
+from specla.resident.capture import Captures
 from specla.resident.drafts import Drafts
 from specla.resident.eagle import Eagle
 from specla.resident.lookup import lookup
@@ -30,6 +31,9 @@ class Proposer(Protocol):
     layer_ids: tuple[int, ...]
     chains: bool
     kept: list[Tensor]
+
+    def prepare(self) -> None:
+        """Do beforehand what would delay the first prompt."""
 
     def clear(self, slot: int) -> None:
         """A sequence is to begin in a slot."""
@@ -71,6 +75,9 @@ class TokenProposer:
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
+
+    def prepare(self) -> None:
+        pass
 
     def clear(self, slot: int) -> None:
         pass
@@ -139,7 +146,7 @@ class Synthetic(TokenProposer):
         if key not in references:
             raise ValueError(f"no reference for key {key!r}; known are {list(references)}")
         reference = references[key][: self.reference.shape[1]]
-        tokens = torch.tensor(reference, dtype=torch.int32).to(self.reference.device)
+        tokens = torch.tensor(reference, dtype=torch.int32).to(self.reference.device, non_blocking=True)
         self.reference[slot, : len(reference)] = tokens
         self.num_reference[slot] = len(reference)
         self.keys[slot] = key
@@ -165,7 +172,7 @@ def has_twin(drafter: Drafter) -> bool:
 
 
 def twin_of(
-    drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, device: torch.device
+    drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, captures: Captures
 ) -> Proposer:
     """What stands for a drafter on the device.
 
@@ -173,14 +180,14 @@ def twin_of(
     """
     assert has_twin(drafter)
     if isinstance(drafter, LookupFirst):
-        return twin_of(drafter.other, num_slots, max_nodes, max_length, device)
+        return twin_of(drafter.other, num_slots, max_nodes, max_length, captures)
     if isinstance(drafter, EagleDrafter):
         assert isinstance(drafter.network, Network)
         return Eagle(
-            drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold
-        )
+            drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold, captures
+        )  # fmt: skip
     if isinstance(drafter, SyntheticDrafter):
-        return Synthetic(drafter, num_slots, max_length, device)
+        return Synthetic(drafter, num_slots, max_length, captures.device)
     if isinstance(drafter, NgramDrafter):
         return Lookup(drafter.max_ngram, drafter.min_ngram, drafter.num_steps)
     return Lookup()

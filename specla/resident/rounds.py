@@ -16,6 +16,7 @@ from torch import Tensor
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.ops.factors import Pending
 from specla.ops.triton.schedule import schedule_of
+from specla.resident.capture import Captures
 from specla.resident.detail import Detail, new_detail, tell
 from specla.resident.drafts import Drafts, new_drafts
 from specla.resident.draw import draw
@@ -80,12 +81,15 @@ class Rounds:
         proposer: drafts inside the rounds.
         max_nodes: of a tree, the root included.
         mode: of verification.
+        captures: makes the graphs; others of the engine share their memory.
     """
 
     def __init__(
-        self, target: GatedDeltaNet, pool: StatePool, proposer: Proposer, max_nodes: int, mode: str = "auto"
-    ):
+        self, target: GatedDeltaNet, pool: StatePool, proposer: Proposer, max_nodes: int, mode: str = "auto",
+        captures: Captures | None = None,
+    ):  # fmt: skip
         (group,) = pool.groups.values()
+        self._captures = captures or Captures(pool.device)
         self.target, self.proposer, self.mode = target, proposer, mode
         self.num_slots, self.device = len(pool.length), pool.device
         self.banks = num_banks(self.num_slots)
@@ -98,9 +102,6 @@ class Rounds:
         self.turn = 0  # the bank that the next round fills
         self._prepared: dict[Shape, _Prepared] = {}
         self._rooted: dict[int, Tree] = {}
-        if self.device.type == "cuda":
-            # captures take turns and no two graphs run at a time, so all share their memory
-            self._stream, self._memory = torch.cuda.Stream(self.device), torch.cuda.graph_pool_handle()
         self.size = 1  # of the trees of the last round
         self._limit, self._oversized = -1, 0  # what `limit` holds; rounds in a row in too large a graph
 
@@ -184,24 +185,21 @@ class Rounds:
         outcome = new_outcome(shape.batch, shape.size, self.device)
         vocab, rows = self.target.config.vocab_size, self.rows[: shape.batch]
         detail = new_detail(shape.batch, shape.size, vocab, self.device) if shape.telling else None
-        if self.device.type != "cuda":  # the interpreter
-            run = partial(self._round, shape, rows, drafts, outcome, detail)
-            return _Prepared(run, Flight(outcome, None, detail), (drafts, outcome, detail))
-        host = Outcome(torch.zeros_like(outcome.packed, device="cpu").pin_memory())
-        told = None if detail is None else detail.host()
-        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
-        self._stream.wait_stream(current)
-        try:
-            with torch.cuda.stream(self._stream):
-                self._warm_up(shape, torch.full_like(rows, -1), drafts, outcome, detail)
-                with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
-                    self._round(shape, rows, drafts, outcome, detail)
-                    host.packed.copy_(outcome.packed, non_blocking=True)
-                    for there, here in zip(told or (), detail or (), strict=True):
-                        there.copy_(here, non_blocking=True)
-        finally:
-            current.wait_stream(self._stream)
-        return _Prepared(graph.replay, Flight(host, torch.cuda.Event(), told), (drafts, outcome, detail))
+        landed, host, told = None, outcome, detail
+        if self.device.type == "cuda":
+            landed, told = torch.cuda.Event(), None if detail is None else detail.host()
+            host = Outcome(torch.zeros_like(outcome.packed, device="cpu").pin_memory())
+
+        def work() -> None:
+            self._round(shape, rows, drafts, outcome, detail)
+            if landed is not None:
+                host.packed.copy_(outcome.packed, non_blocking=True)
+                for there, here in zip(told or (), detail or (), strict=True):
+                    there.copy_(here, non_blocking=True)
+
+        padding = torch.full_like(rows, -1)
+        run = self._captures.capture(work, partial(self._warm_up, shape, padding, drafts, outcome, detail))
+        return _Prepared(run, Flight(host, landed, told), (drafts, outcome, detail))
 
     def _warm_up(
         self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome, detail: Detail | None
@@ -213,7 +211,6 @@ class Rounds:
         finally:
             for tensor, before in zip(self.proposer.kept, kept, strict=True):
                 tensor.copy_(before)
-            self._stream.synchronize()
 
     def _round(
         self, shape: Shape, rows: Tensor, drafts: Drafts, outcome: Outcome, detail: Detail | None

@@ -59,7 +59,7 @@ class Slots:
         require(len(stop_ids) <= stops, f"a slot holds at most {stops} stop ids, got {len(stop_ids)}")
         kept = tokens[: self.history.shape[1]]
         packed = torch.tensor([*stop_ids, *[-1] * (stops - len(stop_ids)), *kept], dtype=torch.int32)
-        packed = packed.to(self.history.device)
+        packed = packed.to(self.history.device, non_blocking=True)  # rounds may be on their way
         self.stop_ids[slot] = packed[:stops]
         self.history[slot, : len(kept)] = packed[stops:]
         self.root[slot] = tokens[-1]

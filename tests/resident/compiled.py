@@ -8,17 +8,22 @@ from __future__ import annotations
 import torch
 from triton.runtime.jit import JITFunction
 
+from specla.drafters.network import Eagle as Network, EagleConfig
 from specla.ops.triton import overlap
 from specla.resident.drafts import new_drafts
 from specla.resident.draw import draw
+from specla.resident.eagle import Eagle
 from specla.resident.features import Backlog, gather, keep, pair_norm, take_last
+from specla.resident.forward import Layers
 from specla.resident.grow import begin, begin_levels, expand, finish
 from specla.resident.lookup import lookup
+from specla.resident.prompt import Page, read_prompts
 from specla.resident.slots import new_slots
 from specla.resident.synthetic import synthetic
 from specla.resident.top import top
 from specla.resident.walk import new_outcome, walk
 from tests.ops.triton import compiled
+from tests.targets import VOCAB, build_target, make_config
 
 compiled.TYPES[torch.float64] = "*fp64"
 compiled.OPTIONS += ("enable_fp_fusion",)
@@ -45,7 +50,39 @@ def main() -> None:
     grow(rows, 4, 5)
     grow(rows, 8, 2)
     read(rows)
+    prompts()
     print("all compiled")
+
+
+@torch.inference_mode()
+def prompts() -> None:
+    """Pages of one row and of several, with and without streams, and the pairs that a drafter reads."""
+    sizes = {
+        "hidden_size": 256,
+        "num_heads": 2,
+        "head_dim": 128,
+        "num_hidden_layers": 2,
+        "intermediate_size": 256,
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        target = build_target(make_config(**sizes), dtype)
+        (group,) = target.new_pool(9, 1).groups.values()
+        layers = Layers.of(group, 4)
+        for length, n in ((512, 1), (64, 8)):
+            stretch = Page(n, length, torch.device("cpu")).stretch
+            streams = torch.zeros(n * length, 2 * 256)
+            read_prompts(target, layers, stretch, {})
+            read_prompts(target, layers, stretch, {0: streams[:, :256], 2: streams[:, 256:]})
+        shape = EagleConfig(
+            hidden_size=256, vocab_size=VOCAB, draft_vocab_size=VOCAB, layer_ids=(0, 2), num_heads=2, head_dim=128,
+            intermediate_size=256,
+        )  # fmt: skip
+        network = Network(shape).requires_grad_(False)
+        for name, weight in network.named_parameters():
+            if weight.dim() == 2 and not name.endswith("conv_weight"):
+                weight.data = weight.data.to(dtype)
+        eagle = Eagle(network, 3, 5, 4, 2, None)
+        eagle.absorb_pairs(1, torch.zeros(70, 512, dtype=dtype), [1] * 70)
 
 
 def grow(rows: torch.Tensor, width: int, num_steps: int) -> None:

@@ -13,6 +13,7 @@ from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import SequenceMetrics
+from specla.models.past import Prefill
 from specla.resident.eagle import Eagle, supports
 from tests.resident import DEVICE
 from tests.targets import VOCAB, make_target
@@ -72,6 +73,27 @@ def test_what_has_no_kernels_stays_on_the_host() -> None:
         ({"feature_norm": "each"}, 4, 2), ({}, 1, 2), ({}, 4, 9), ({}, 16, 8),
     ):  # fmt: skip
         assert not supports(make_network(**changes), steps, topk)
+
+
+def _network_on_device() -> Network:
+    return make_network(norm_before_residual=True).to(DEVICE)
+
+
+@torch.inference_mode()
+def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
+    network = _network_on_device()
+    ours, theirs = (Eagle(network, 3, 5, 4, 2, None) for _ in range(2))
+    features = torch.randn(9, 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    (group,) = ours.pool.groups.values()
+    for first, end in ((0, 5), (5, 6), (6, 9)):
+        ours.absorb_pairs(1, features[first:end], tokens[first:end])
+    past = Prefill(theirs.pool, 1, 9, network.fc.weight.dtype)
+    network(torch.tensor(tokens, device=DEVICE)[None], network.fuse(features[None]), past)
+    (expected,) = theirs.pool.groups.values()
+    assert bool(group.state[:, 1].any())
+    torch.testing.assert_close(group.state, expected.state, rtol=2e-4, atol=2e-4)
+    torch.testing.assert_close(group.conv_state, expected.conv_state, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
