@@ -263,12 +263,11 @@ class Engine:
         """The sequences to be read next, in their slots by now, and how many tokens of each."""
         group: list[tuple[Sequence, int]] = []
         while len(group) < len(self.reading) or (self.waiting and self.pool.num_free):
-            if len(group) == len(self.reading):
-                self.reading.append(self.waiting.popleft())
-            sequence = self.reading[len(group)]
+            sequence = self.reading[len(group)] if len(group) < len(self.reading) else self.waiting[0]
             if group and not self._joins(sequence, [other for other, _ in group]):
                 break
             if sequence.slot is None:
+                self.reading.append(self.waiting.popleft())
                 with self._blaming([sequence], lost):
                     self._begin(sequence)
                 if sequence.finish_reason is not None:

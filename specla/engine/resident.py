@@ -148,12 +148,14 @@ class ResidentEngine(Engine):
         super()._read(group)
 
     def _joins(self, sequence: Sequence, group: list[Sequence]) -> bool:
-        """While states are copied for prompts that begin alike, each waits for the one before it."""
+        """Unless one could go on from a copy of what the other leaves, or wants more than its drafter of its tokens."""
         all_of_them = [*group, sequence]
-        if self.prompts is None or self.prefixes is not None:
+        if self.prompts is None or any(each.params.prompt_logprobs is not None for each in all_of_them):
             return False
-        if any(each.params.prompt_logprobs is not None for each in all_of_them):
-            return False
+        if self.prefixes is not None:
+            texts = {tuple(each.tokens[:-1]) for each in all_of_them}
+            if len(texts) < len(all_of_them) or max(map(len, texts)) > self.pauses.unit:
+                return False
         lengths = [len(each.tokens) - 1 - each.num_prefilled for each in all_of_them if not each.is_read]
         return not lengths or len(lengths) <= self.prompts.room(max(lengths))
 

@@ -97,10 +97,27 @@ def test_texts_are_those_of_prompts_read_alone() -> None:
     assert pages.groups[:3] == [2, 1, 1] and sum(pages.groups) == len(ASKED) - 1
 
 
-def test_prompts_that_may_begin_alike_are_read_one_after_another() -> None:
+def test_of_prompts_that_are_alike_the_second_goes_on_from_a_copy_of_the_first() -> None:
     engine, pages = made(prefix_cache_bytes=1 << 20)
     check(decoded(engine), [])
-    assert set(pages.groups) == {1}
+    assert pages.groups[:3] == [2, 1, 1]
+    engine, pages = made(prefix_cache_bytes=1 << 20)
+    sequences = [engine.add(ids, PARAMS) for ids in (ASKED[0], ASKED[0], ASKED[2], ASKED[2])]
+    while engine.has_work:
+        engine.step()
+    assert [sequence.num_cached for sequence in sequences] == [0, 3, 0, 6] and pages.groups == [1, 1]
+    assert sequences[0].output == sequences[1].output and sequences[2].output == sequences[3].output
+
+
+def test_long_prompts_that_may_begin_alike_are_read_one_after_another() -> None:
+    engine, pages = made(prefix_cache_bytes=1 << 20)
+    pages.room = lambda length: 9  # type: ignore[method-assign]
+    unit = engine.pauses.unit
+    sequences = [engine.add([*range(1, 20)] * 8 + [n], PARAMS) for n in (1, 2)]
+    assert len(sequences[0].tokens) > unit
+    while engine.has_work:
+        engine.step()
+    assert set(pages.groups) == {1} and sequences[1].num_cached > 0
 
 
 def test_what_spoils_a_page_ends_those_on_it_and_nobody_else() -> None:
