@@ -235,6 +235,12 @@ class StatePool:
         return [layer for layer in self.layers if isinstance(layer, AttentionState)]
 
     @property
+    def takes_parallel(self) -> bool:
+        """Whether mode parallel is there for every layer: the kernels have none for a decay by channel."""
+        by_channel = [g for spec, g in self.groups.items() if spec.channel_decay and not spec.halves]
+        return not any(kernels.takes_heads(group.state) for group in by_channel)
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

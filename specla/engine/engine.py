@@ -56,7 +56,7 @@ class Engine:
     `failure` is what has spoilt it, if anything has: then it takes no more requests.
 
     Raises:
-        ValueError: for a size out of range.
+        ValueError: for a size out of range, and for a mode of verification that the target's kernels do not have.
     """
 
     def __init__(
@@ -74,6 +74,11 @@ class Engine:
         self.target, self.drafter = target, drafter
         self.config = config or SpeculativeConfig()
         self.pool = self._new_pool(max_num_seqs)
+        if self.config.verify == "parallel" and not self.pool.takes_parallel:
+            raise ValueError(
+                "on a GPU verify 'parallel' needs one decay a head, and this model has one for each key channel: "
+                "use 'serial', 'hybrid' or 'auto'"
+            )
         self.budget = Budget(self.config)
         self.waiting: deque[Sequence] = deque()
         self.reading: deque[Sequence] = deque()  # have a slot, and the first of them is read now

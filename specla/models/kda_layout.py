@@ -1,4 +1,7 @@
-"""Which tensors of a KDA or Kimi-Linear checkpoint our parameters are made of."""
+"""Which tensors of a KDA or Kimi-Linear checkpoint our parameters are made of.
+
+transformers holds a Kimi-Linear model by other names in memory than in the files that it writes, some tensors joined.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ from specla.models.kimi_config import SPARSE, KimiConfig
 from specla.models.qwen_config import LINEAR
 from specla.models.source import Shapes, Source, flat, rows, stack, swiglu, vocabulary
 
-MOE = "block_sparse_moe"
+MLP, MOE = "mlp", "block_sparse_moe"
+GATE = "forget_gate."  # in memory, before the names of what makes the decay
 
 
 def kda(config: KDAConfig) -> dict[str, Source]:
@@ -27,12 +31,14 @@ def kimi(config: KimiConfig, stored: Collection[str]) -> dict[str, Source]:
     """The same for Kimi-Linear, where `stored` are the names of all tensors in the checkpoint."""
     found = vocabulary(config, "model.embed_tokens.weight")
     found["norm.weight"] = Source({"model.norm.weight": (config.hidden_size,)})
+    # transformers writes the MLPs of all layers under one name and holds them under another; hubs use both
+    under_mlp = {name.partition(f".{MLP}.")[0] for name in stored if f".{MLP}." in name}
+    in_memory = any(f".{GATE}" in name or name.endswith(".experts.gate_up_proj") for name in stored)
     for i in range(config.num_hidden_layers):
-        theirs = f"model.layers.{i}."
-        # hubs have the MLP of a dense layer under its own name, transformers writes all under one
-        dense = "mlp" if f"{theirs}mlp.down_proj.weight" in stored else MOE
-        for name, (shapes, join) in _layer(config, i, dense).items():
-            found[f"layers.{i}.{name}"] = Source({theirs + part: s for part, s in shapes.items()}, join)
+        theirs = f"model.layers.{i}"
+        mlp = MLP if theirs in under_mlp else MOE
+        for name, (shapes, join) in _layer(config, i, mlp, in_memory).items():
+            found[f"layers.{i}.{name}"] = Source({f"{theirs}.{part}": s for part, s in shapes.items()}, join)
     return found
 
 
@@ -63,7 +69,7 @@ def _mixer(
     return mixer
 
 
-def _layer(config: KimiConfig, layer: int, dense: str) -> dict[str, Source]:
+def _layer(config: KimiConfig, layer: int, mlp: str, in_memory: bool) -> dict[str, Source]:
     hidden = config.hidden_size
     parts = {
         "attn_norm.weight": Source({"input_layernorm.weight": (hidden,)}),
@@ -72,14 +78,27 @@ def _layer(config: KimiConfig, layer: int, dense: str) -> dict[str, Source]:
     if config.layer_types[layer] == LINEAR:
         delta = config.delta()
         low_rank = {"f": ("f_a_proj", "f_b_proj"), "g": ("g_a_proj", "g_b_proj")}
-        for name, shapes in _mixer(delta, low_rank, (1, 1, delta.num_heads, 1)).items():
+        mixer = _mixer(delta, low_rank, (1, 1, delta.num_heads, 1))
+        for name, shapes in (_held(mixer) if in_memory else mixer).items():
             named = {f"self_attn.{part}": shape for part, shape in shapes.items()}
             parts[f"attn.{name}"] = Source(named, flat) if name == "A_log" else rows(named)
     else:
         parts |= {f"attn.{name}": source for name, source in _attention(config).items()}
     if config.mlp_layer_types[layer] == SPARSE:
-        return parts | _experts(config)
-    return parts | swiglu("mlp.", f"{dense}.", hidden, config.intermediate_size)
+        return parts | _experts(config, mlp, in_memory)
+    return parts | swiglu("mlp.", f"{mlp}.", hidden, config.intermediate_size)
+
+
+def _held(mixer: dict[str, Shapes]) -> dict[str, Shapes]:
+    """The same parameters by their names in memory, where the convolutions are one."""
+    decay = ("f_a_proj", "f_b_proj", "A_log", "dt_bias")
+    held: dict[str, Shapes] = {
+        name: {(GATE if part.startswith(decay) else "") + part: shape for part, shape in shapes.items()}
+        for name, shapes in mixer.items()
+    }
+    _, *rest = next(iter(mixer["conv_weight"].values()))
+    channels = sum(shape[0] for shape in mixer["conv_weight"].values())
+    return held | {"conv_weight": {"conv1d.weight": (channels, *rest)}}
 
 
 def _attention(config: KimiConfig) -> dict[str, Source]:
@@ -99,17 +118,22 @@ def _attention(config: KimiConfig) -> dict[str, Source]:
     }  # fmt: skip
 
 
-def _experts(config: KimiConfig) -> dict[str, Source]:
+def _experts(config: KimiConfig, start: str, in_memory: bool) -> dict[str, Source]:
     hidden, count, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
-    each = [f"{MOE}.experts.{i}" for i in range(count)]
-    up = {f"{one}.{x}.weight": (width, hidden) for one in each for x in ("w1", "w3")}
-    down = {f"{one}.w2.weight": (hidden, width) for one in each}
+    if in_memory:
+        up = Source({f"{start}.experts.gate_up_proj": (count, 2 * width, hidden)})
+        down = Source({f"{start}.experts.down_proj": (count, hidden, width)})
+    else:
+        each = [f"{start}.experts.{i}" for i in range(count)]
+        up_shapes = {f"{one}.{x}.weight": (width, hidden) for one in each for x in ("w1", "w3")}
+        up = Source(up_shapes, partial(stack, 2))
+        down = Source({f"{one}.w2.weight": (hidden, width) for one in each}, partial(stack, 1))
     return {
-        "mlp.router.weight": Source({f"{MOE}.gate.weight": (count, hidden)}),
-        "mlp.router.choice_bias": Source({f"{MOE}.gate.e_score_correction_bias": (count,)}),
-        "mlp.gate_up_proj": Source(up, partial(stack, 2)),
-        "mlp.down_proj": Source(down, partial(stack, 1)),
-        **swiglu("mlp.shared.", f"{MOE}.shared_experts.", hidden, config.shared_size),
+        "mlp.router.weight": Source({f"{start}.gate.weight": (count, hidden)}),
+        "mlp.router.choice_bias": Source({f"{start}.gate.e_score_correction_bias": (count,)}),
+        "mlp.gate_up_proj": up,
+        "mlp.down_proj": down,
+        **swiglu("mlp.shared.", f"{start}.shared_experts.", hidden, config.shared_size),
     }
 
 

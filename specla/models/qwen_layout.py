@@ -16,12 +16,12 @@ from specla.models.source import Join, Source, rows, stack, swiglu, vocabulary
 
 MTP = "mtp."  # how the names of a drafting head begin
 UNUSED: tuple[str, ...] = (MTP, "model.visual.")  # tensors that a target has no use for
-PREFIXES = ("model.language_model", "model")  # with and without images
+WITH_IMAGES, ALONE = "model.language_model", "model"  # where a text part lies
 
 
 def sources(config: QwenConfig, stored: Collection[str]) -> dict[str, Source]:
     """For each of our parameters what to read, where `stored` are the names of all tensors in the checkpoint."""
-    start = next((p for p in PREFIXES if f"{p}.embed_tokens.weight" in stored), PREFIXES[-1])
+    start = WITH_IMAGES if any(name.startswith(f"{WITH_IMAGES}.") for name in stored) else ALONE
     found = vocabulary(config, f"{start}.embed_tokens.weight")
     found["norm.weight"] = Source({f"{start}.norm.weight": (config.hidden_size,)}, _one_more)
     for i, kind in enumerate(config.layer_types):

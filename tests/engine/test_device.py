@@ -113,12 +113,12 @@ def test_ten_thousand_rounds_of_coming_and_going_leave_free_slots_alone_and_leak
         if (
             rounds - before >= 400
         ):  # once nothing new is captured any more, nothing may be held any more either
-            settled = engine.rounds.num_prepared == grown
+            settled = engine.captures.count == grown
             if settled and held >= 0:
                 assert torch.cuda.memory_allocated() == held
                 compared += 1
             held = torch.cuda.memory_allocated() if settled else -1
-            grown, before = engine.rounds.num_prepared, rounds
+            grown, before = engine.captures.count, rounds
         for _ in range(rng.choice([0] * 12 + [1, 2, 5])):
             n = rng.randrange(len(params))
             sequence = engine.add(prompt(3 + n % 40, n, VOCAB), params[n])
@@ -212,10 +212,10 @@ def test_a_thousand_rounds_of_each_drafter_change_nothing_and_need_no_more_memor
         steps, settled = 0, False
         while steps < 1000 or not settled:
             assert steps < 6000, "new shapes again and again"
-            shapes, held_before = engine.rounds.num_prepared, torch.cuda.memory_allocated()
+            shapes, held_before = engine.captures.count, torch.cuda.memory_allocated()
             retries = torch.cuda.memory_stats()["num_alloc_retries"]
             steps += script(engine, asked, texts)
-            settled = engine.rounds.num_prepared == shapes
+            settled = engine.captures.count == shapes
             if settled:
                 assert torch.cuda.memory_allocated() == held_before
                 assert torch.cuda.memory_stats()["num_alloc_retries"] == retries

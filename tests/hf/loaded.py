@@ -19,6 +19,7 @@ from specla.hf import Speculative, adoption, forget
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.loader import read_raw_config
 from tests.data.qwen.make import COMMITTED
+from tests.data.transformers.make import VARIANTS
 from tests.models import naive_forward
 from tests.targets import ScriptedDrafter
 
@@ -28,11 +29,16 @@ transformers.logging.disable_progress_bar()
 
 DATA = Path(__file__).parent.parent / "data"
 QWEN = sorted(COMMITTED)
+# of those that transformers writes besides, what its version at hand has
+OTHERS = sorted(name for name, (kind, _) in VARIANTS.items() if hasattr(transformers, f"{kind}ForCausalLM"))
 VOCAB = 61
 
 
 def load_qwen(variant: str, dtype: torch.dtype = torch.float32) -> Any:
-    directory = DATA / "qwen" / variant
+    return load(DATA / "qwen" / variant, dtype)
+
+
+def load(directory: Path, dtype: torch.dtype = torch.float32) -> Any:
     name = read_raw_config(directory)["architectures"][0]
     return getattr(transformers, name).from_pretrained(directory, dtype=dtype).eval()
 

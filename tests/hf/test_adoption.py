@@ -15,7 +15,7 @@ from torch import nn
 from specla.hf import Speculative, forget, speculative
 from specla.hf.adoption import adopt
 from specla.models.loader import load_target
-from tests.hf.loaded import DATA, QWEN, FlaModel, load_qwen, prompts, qwen, transformers
+from tests.hf.loaded import DATA, OTHERS, QWEN, FlaModel, load, load_qwen, prompts, qwen, transformers
 
 huggingface_hub = pytest.importorskip("huggingface_hub")
 ASKED = {"max_new_tokens": 12, "pad_token_id": 0}
@@ -40,6 +40,20 @@ def test_the_target_is_that_of_the_files_and_shares_what_it_can(variant: str):
     assert adoption.copied == sum(ours[name].nbytes for name in copies)
     kinds = ("in_proj.weight", "qkv_proj.weight", "gate_up_proj.weight", "norm.weight", "conv_weight")
     assert all(name.endswith(kinds) for name in copies)
+
+
+@pytest.mark.parametrize("variant", OTHERS)
+def test_mamba2_and_kimi_linear_are_those_of_their_files(variant: str):
+    model = load(DATA / "transformers" / variant)
+    adoption = adopt(model)
+    ours = adoption.target.state_dict()
+    loaded = load_target(DATA / "transformers" / variant, dtype="float32").state_dict()
+    assert ours.keys() == loaded.keys()
+    assert all(torch.equal(ours[name], loaded[name]) for name in ours)
+    theirs = {w.data_ptr() for w in model.state_dict().values()}
+    for name, w in ours.items():  # the large ones among them
+        if name.endswith(("mlp.gate_up_proj", "mlp.down_proj", "embeddings.weight", "o_proj.weight")):
+            assert w.data_ptr() in theirs, name
 
 
 def test_a_model_by_the_names_of_fla_shares_what_it_can():

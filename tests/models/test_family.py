@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from specla.engine.params import SamplingParams
+from specla.drafters import NgramDrafter
+from specla.engine.engine import Engine
+from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.models.architectures import ARCHITECTURES, architecture_of
 from specla.models.loader import load_target, read_config
 from specla.show import describe
@@ -214,3 +217,19 @@ def test_kernels_verify_and_commit_them_in_plain_rounds(variant: str, mode: str)
     assert torch_alone.outputs == plain.outputs
     for ours, theirs in zip(plain.logits, torch_alone.logits, strict=True):
         assert all((ours[at].cpu() - theirs[at]).abs().max() < 1e-3 for at in theirs)
+
+
+@pytest.mark.parametrize("variant", ["delta_net", "gla", "retnet", "kda", "mamba2", "kimi", "rwkv7"])
+def test_a_mode_that_the_kernels_do_not_have_is_refused_before_anything_runs(variant: str):
+    config = SpeculativeConfig(num_speculative_tokens=4, verify="parallel")
+    on_device = copy.deepcopy(make_target(variant)).to(DEVICE)
+    with switched_on():
+        if variant in ("gla", "kda", "kimi"):
+            with pytest.raises(
+                ValueError, match=r"verify 'parallel' needs one decay a head.*'serial', 'hybrid'"
+            ):
+                Engine(on_device, NgramDrafter(), config)
+        else:
+            params = SamplingParams(max_tokens=2)
+            run(on_device, NgramDrafter(4, 4, 2), [prompt(4) * 2], params, mode="parallel")
+    Engine(make_target(variant), NgramDrafter(), config)  # plain torch has it

@@ -94,6 +94,31 @@ def test_dense_layers_go_by_either_name(tmp_path: Path):
     assert torch.equal(logits(tmp_path), before)
 
 
+@pytest.mark.parametrize("variant", ["kimi", "kimi_groups"])
+def test_tensors_may_have_the_names_that_transformers_holds_them_by(variant: str, tmp_path: Path):
+    weights = copy(variant, tmp_path)
+    before = logits(tmp_path)
+    for name in list(weights):
+        held = name.replace(".block_sparse_moe.", ".mlp.")
+        for part in ("f_a_proj.", "f_b_proj.", "A_log", "dt_bias"):
+            held = held.replace(f".self_attn.{part}", f".self_attn.forget_gate.{part}")
+        weights[held] = weights.pop(name)
+    for start in {name.split("q_conv1d")[0] for name in weights if "q_conv1d" in name}:
+        weights[f"{start}conv1d.weight"] = torch.cat(
+            [weights.pop(f"{start}{x}_conv1d.weight") for x in "qkv"]
+        )
+    for start in {name.split(".experts.")[0] for name in weights if ".experts." in name}:
+        each = [f"{start}.experts.{i}" for i in range(load_target(tmp_path).config.num_experts)]
+        up = [torch.cat([weights.pop(f"{one}.{x}.weight") for x in ("w1", "w3")]) for one in each]
+        weights[f"{start}.experts.gate_up_proj"] = torch.stack(up)
+        weights[f"{start}.experts.down_proj"] = torch.stack([weights.pop(f"{one}.w2.weight") for one in each])
+    save_file(weights, tmp_path / "model.safetensors")
+    assert torch.equal(logits(tmp_path), before)
+    weights["model.layers.0.self_attn.conv1d.bias"] = weights.pop("model.layers.0.self_attn.conv1d.weight")
+    save_file(weights, tmp_path / "model.safetensors")
+    refuses(tmp_path, "1 missing (model.layers.0.self_attn.conv1d.weight)", "1 unexpected", "conv1d.bias")
+
+
 def test_a_router_chooses_by_groups_and_bias_and_weighs_by_sigmoids_alone():
     router = SigmoidRouter(3, 6, 2, groups=3, top_groups=2, normalise=True, scaling=1.5)
     wanted = torch.tensor([0.9, 0.8, 0.1, 0.2, 0.85, 0.05])  # the scores of experts for the token (1, 0, 0)
@@ -121,6 +146,13 @@ def test_missing_and_unexpected_weights_are_named(name: str, tmp_path: Path):
     weights[f"model.layers.{name}x"] = weights.pop(f"model.layers.{name}")
     save_file(weights, tmp_path / "model.safetensors")
     refuses(tmp_path, f"1 missing (model.layers.{name})", f"1 unexpected (model.layers.{name}x)")
+
+
+def test_a_dense_layer_that_lacks_a_tensor_is_not_taken_for_one_by_the_other_name(tmp_path: Path):
+    weights, name = copy("kimi_hub", tmp_path), "model.layers.0.mlp.down_proj.weight"
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors")
+    refuses(tmp_path, f"do not fit config.json: 1 missing ({name})")
 
 
 @pytest.mark.parametrize(
