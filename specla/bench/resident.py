@@ -90,7 +90,10 @@ class Shadowed:
 
     def __init__(self, eagle: Eagle, told: Proposer):
         self.eagle, self.told = eagle, told
-        self.layer_ids, self.chains, self.kept = eagle.layer_ids, told.chains, eagle.kept
+        self.layer_ids, self.kept = eagle.layer_ids, eagle.kept
+
+    def chains(self, batch: int) -> bool:
+        return self.told.chains(batch)
 
     def prepare(self) -> None:
         self.eagle.prepare()

@@ -18,8 +18,8 @@ from specla.models.layers import Linear
 from specla.sampling import gumbel_noise
 from specla.tree import Tree
 
-# Were the drafter's logits the target's own, the largest after the noise would be drawn for certain. As they are not,
-# the chances are taken as a softmax, the flatter the larger this is.
+# Were the drafter's logits the target's own, the largest after the noise, if there is any, would be drawn for certain.
+# As they are not, the chances are taken as a softmax, the flatter the larger this is.
 DOUBT = 0.7
 
 
@@ -190,6 +190,7 @@ class _Bend:
         self.warm = any(row.temperature > 0 for row in rows)
         self.token_ids, self.vocab_size = token_ids, vocab_size
         self.temperature = column([float(row.temperature) for row in rows])[:, None, None]
+        self.scale = torch.where(self.temperature > 0, self.temperature, 1.0) * DOUBT
         self.seed, self.position = (
             column([row.seed for row in rows]),
             column([len(row.tokens) for row in rows]),
@@ -197,8 +198,7 @@ class _Bend:
 
     def __call__(self, logits: Tensor, depth: int) -> Tensor:
         """Logits `[B, W, draft vocabulary]` of nodes at this depth: their softmax is the chance to be drawn."""
-        if not self.warm:
-            return logits
-        noise = gumbel_noise(self.seed, self.position + depth, self.vocab_size)[:, self.token_ids]
-        bent = logits + self.temperature * noise[:, None].to(logits.dtype)
-        return torch.where(self.temperature > 0, bent / (self.temperature * DOUBT), bent)
+        if self.warm:
+            noise = gumbel_noise(self.seed, self.position + depth, self.vocab_size)[:, self.token_ids]
+            logits = logits + self.temperature * noise[:, None].to(logits.dtype)
+        return logits / self.scale

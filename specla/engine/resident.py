@@ -31,6 +31,7 @@ from specla.state import StatePool
 
 PAUSE = 0.02  # seconds between two steps from which they are the caller's own, and no cost of a round
 MOST = 1 << 30  # tokens that a slot counts down from
+MOST_BEAMS = 32  # rows up to which a drafter's weights are read in half the time
 CHOICES = (0, 3, 7, 15)  # drafts, so that trees have 1, 4, 8 or 16 nodes
 
 
@@ -72,7 +73,8 @@ class ResidentEngine(Engine):
             target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
         )
         self.captures = Captures(device)
-        proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.captures)
+        most = MOST_BEAMS if config.num_speculative_tokens == "auto" else None
+        proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.captures, most)
         self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify, self.captures)
         on_gpu = device.type == "cuda"  # the interpreter would take too long
         self.prompts = Prompts(target, self.rounds.layers, self.captures) if on_gpu else None

@@ -82,6 +82,8 @@ class Eagle:
         max_nodes: of the target's trees, the root included.
         num_steps, topk, prune_threshold: as `EagleDrafter` has them.
         captures: makes the graphs through which prompts are read.
+        most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`; None
+            keeps them as they are.
     """
 
     def __init__(
@@ -93,13 +95,14 @@ class Eagle:
         topk: int,
         prune_threshold: float | None,
         captures: Captures | None = None,
+        most_beams: int | None = None,
     ):
         config, weight = network.config, network.fc.weight
         self.network, self.layer_ids = network, config.layer_ids
         self.full = Weights.of(network)
         self.narrow = self.full.narrow()
         self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
-        self.chains = topk == 1
+        self.most_beams = most_beams
         self.max_nodes = max_nodes
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
         heads, dim = config.num_heads, config.head_dim
@@ -122,6 +125,13 @@ class Eagle:
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._pages = Pages(captures or Captures(weight.device), self._work, LENGTHS)
+
+    def width(self, batch: int) -> int:
+        """Live nodes of a level in each of so many trees."""
+        return self.topk if self.most_beams is None else max(1, min(self.topk, self.most_beams // batch))
+
+    def chains(self, batch: int) -> bool:
+        return self.width(batch) == 1
 
     def prepare(self) -> None:
         """Compile and capture what prompts of any length need."""
@@ -212,7 +222,7 @@ class Eagle:
             self.rooted[:batch].zero_()
             out.tokens.copy_(slots.root[:batch, None])
             return
-        network, width = self.network, self.topk
+        network, width = self.network, self.width(batch)
         num_steps = min(self.num_steps, size - 1)  # what is deeper would not fit
         grown = begin(batch, width, num_steps, rows.device)
         levels = begin_levels(backlog.num_tokens, self.rooted[:batch], width, num_steps)
@@ -294,4 +304,6 @@ class Eagle:
         self, normed: Tensor, rows: Tensor, slots: Slots, depth: int, noisy: bool
     ) -> tuple[Tensor, Tensor]:
         logits = logits_of(normed, self._weights(len(normed)).lm_head)
-        return top(logits, rows, slots, self.network.token_ids, depth, width=self.topk, noisy=noisy)
+        return top(
+            logits, rows, slots, self.network.token_ids, depth, width=self.width(len(rows)), noisy=noisy
+        )

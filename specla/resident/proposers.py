@@ -24,13 +24,14 @@ from specla.resident.walk import Outcome
 class Proposer(Protocol):
     """Fills trees by launches that a graph can hold. Batch rows are slots.
 
-    layer_ids: residual streams of the target that it reads. chains: whether its trees never branch. kept: tensors that
-    it carries from round to round.
+    layer_ids: residual streams of the target that it reads. kept: tensors that it carries from round to round.
     """
 
     layer_ids: tuple[int, ...]
-    chains: bool
     kept: list[Tensor]
+
+    def chains(self, batch: int) -> bool:
+        """Whether trees of so many rows never branch."""
 
     def prepare(self) -> None:
         """Do beforehand what would delay the first prompt."""
@@ -71,10 +72,12 @@ class TokenProposer:
     """Base of those that look at tokens alone."""
 
     layer_ids: tuple[int, ...] = ()
-    chains = True
 
     def __init__(self) -> None:
         self.kept: list[Tensor] = []
+
+    def chains(self, batch: int) -> bool:
+        return True
 
     def prepare(self) -> None:
         pass
@@ -134,12 +137,15 @@ class Synthetic(TokenProposer):
 
     def __init__(self, drafter: SyntheticDrafter, num_slots: int, max_length: int, device: torch.device):
         super().__init__()
-        self.drafter, self.chains = drafter, drafter.topk == 1
+        self.drafter = drafter
         self.reference = torch.zeros(num_slots, max_length, dtype=torch.int32, device=device)
         self.num_reference = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.keys = torch.zeros(num_slots, dtype=torch.int64, device=device)
         rates = drafter.acceptance[: drafter.num_steps]
         self.acceptance = torch.tensor(rates, dtype=torch.float64, device=device)
+
+    def chains(self, batch: int) -> bool:
+        return self.drafter.topk == 1
 
     def admit(self, slot: int, key: int, size: int) -> None:
         references = self.drafter.references
@@ -172,19 +178,24 @@ def has_twin(drafter: Drafter) -> bool:
 
 
 def twin_of(
-    drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, captures: Captures
-) -> Proposer:
+    drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, captures: Captures,
+    most_beams: int | None = None,
+) -> Proposer:  # fmt: skip
     """What stands for a drafter on the device.
 
     Of a `LookupFirst` that is the other drafter alone, of a `NoDrafter` a lookup without room.
+
+    Args:
+        most_beams: as `Eagle` has it.
     """
     assert has_twin(drafter)
     if isinstance(drafter, LookupFirst):
-        return twin_of(drafter.other, num_slots, max_nodes, max_length, captures)
+        return twin_of(drafter.other, num_slots, max_nodes, max_length, captures, most_beams)
     if isinstance(drafter, EagleDrafter):
         assert isinstance(drafter.network, Network)
         return Eagle(
-            drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold, captures
+            drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold, captures,
+            most_beams,
         )  # fmt: skip
     if isinstance(drafter, SyntheticDrafter):
         return Synthetic(drafter, num_slots, max_length, captures.device)

@@ -161,7 +161,7 @@ class Rounds:
 
     def _defers(self, shape: Shape) -> bool:
         """Whether a round leaves states unwritten that are not due."""
-        chains = shape.size == 1 or self.proposer.chains
+        chains = shape.size == 1 or self.proposer.chains(shape.batch)
         many = self.banks > 2 and shape.batch >= MANY
         return many and chains and self.mode != "parallel" and self.layers.recurrence.defers
 

@@ -37,8 +37,8 @@ def top(
 ) -> tuple[Tensor, Tensor]:
     """The `width` likeliest tokens of each row of logits and their log-probabilities, best first.
 
-    With noise, at a temperature above 0: those of `(logits + temperature * noise) / (temperature * DOUBT)`. Equal ones
-    rank by their token, lowest first.
+    Those of `logits / DOUBT`; with noise, at a temperature above 0, of `(logits + temperature * noise) / (temperature *
+    DOUBT)`. Equal ones rank by their token, lowest first.
 
     Args:
         logits: fp32 `[R, V]`, any stride but the last, which is 1; as many rows for each tree, one after another.
@@ -124,18 +124,17 @@ def top_kernel(
         return
     o_v, o_w = i_c * C + tl.arange(0, C), tl.arange(0, WP)
     real = o_v < V
-    noise = tl.zeros([C], tl.float32)
+    noise, scale = tl.zeros([C], tl.float32), 1.0
     if NOISY:
         heat = tl.load(temperature + slot)
         if heat > 0:
             token = tl.load(token_ids + o_v, real, other=0).to(tl.int32)
             b_g = gumbel_noise(tl.load(seed + slot), tl.load(position + slot) + depth, token)
-            noise = heat * b_g.to(tl.float32)
+            noise, scale = heat * b_g.to(tl.float32), heat
     for i in range(HELD):
         i_r = i_first + i
         x = tl.load(logits + i_r * s_r + o_v, real, other=-float("inf"))
-        if NOISY:
-            x = tl.div_rn(x + noise, tl.where(heat > 0, heat * DOUBT, 1.0))
+        x = tl.div_rn(x + noise, scale * DOUBT)
         most = tl.max(x, 0)
         mass = tl.sum(tl.exp(x - tl.where(most == -float("inf"), 0.0, most)), 0)
         best = best_keys(tl.where(real, rank_key(x, o_v), LOWEST), W, WP)

@@ -40,9 +40,11 @@ def make_network(**changes: object) -> Network:
 
 
 def decode(
-    kind: type[Engine], drafter: Drafter, params: list[SamplingParams]
+    kind: type[Engine], drafter: Drafter, params: list[SamplingParams], most_beams: int | None = None
 ) -> list[tuple[list[int], SequenceMetrics]]:
     engine = kind(make_target("plain"), drafter, SPECULATION, max_num_seqs=2)
+    if isinstance(engine, ResidentEngine) and isinstance(engine.rounds.proposer, Eagle):
+        engine.rounds.proposer.most_beams = most_beams
     sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     while engine.has_work:
         engine.step()
@@ -66,6 +68,29 @@ def test_drafts_are_those_of_the_drafter_on_the_host(changes: dict[str, object])
     assert changes or sum(m.num_accepted_draft_tokens for _, m in device) > 0
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
+def test_trees_that_must_be_narrow_are_those_of_a_narrow_drafter() -> None:
+    network, params = make_network(), [SamplingParams(max_tokens=7)] * 3
+    host = decode(Engine, EagleDrafter(network, 6, 4, 1, max_num_seqs=2), params)
+    device = decode(ResidentEngine, EagleDrafter(network, 6, 4, 2, max_num_seqs=2), params, most_beams=1)
+    for (text, a), (same, b) in zip(host, device, strict=True):
+        assert text == same and a.num_draft_tokens == b.num_draft_tokens
+        assert a.accepted_per_round == b.accepted_per_round
+
+
+def test_auto_grows_narrower_trees_for_more_rows() -> None:
+    network = make_network().to(DEVICE)
+    for config, widths in (
+        (SpeculativeConfig(topk=4), [4, 4, 4, 2, 1, 1]),
+        (SpeculativeConfig(7, topk=4), [4] * 6),
+    ):
+        drafter = EagleDrafter(network, config.max_draft, config.num_steps, config.topk, max_num_seqs=1)
+        proposer = ResidentEngine(make_target("plain").to(DEVICE), drafter, config, 1).rounds.proposer
+        assert isinstance(proposer, Eagle)
+        assert [proposer.width(batch) for batch in (1, 4, 8, 16, 32, 128)] == widths
+        assert [proposer.chains(batch) for batch in (1, 128)] == [False, widths[-1] == 1]
+
+
 def test_what_has_no_kernels_stays_on_the_host() -> None:
     assert supports(make_network(), 4, 2)
     for changes, steps, topk in (
@@ -75,13 +100,9 @@ def test_what_has_no_kernels_stays_on_the_host() -> None:
         assert not supports(make_network(**changes), steps, topk)
 
 
-def _network_on_device() -> Network:
-    return make_network(norm_before_residual=True).to(DEVICE)
-
-
 @torch.inference_mode()
 def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
-    network = _network_on_device()
+    network = make_network(norm_before_residual=True).to(DEVICE)
     ours, theirs = (Eagle(network, 3, 5, 4, 2, None) for _ in range(2))
     features = torch.randn(9, 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]

@@ -63,11 +63,12 @@ def plain(heats: tuple[float, ...], lengths: tuple[int, ...]) -> list[list[int]]
 class Scripted(TokenProposer):
     """Proposes what the host has written to `next`."""
 
-    chains = False
-
     def __init__(self, batch: int, size: int):
         super().__init__()
         self.next = new_drafts(batch, size, DEVICE)
+
+    def chains(self, batch: int) -> bool:
+        return False
 
     def write(self, drafts: dict[int, Draft]) -> None:
         """These trees by slot; parents of padding are garbage."""
