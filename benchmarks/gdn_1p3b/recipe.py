@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("--max-tokens", type=int, default=256, metavar="N", help="default: %(default)s")
     p.add_argument(
-        "--tree-steps", type=int, default=6, metavar="N", help="depth of trees; default: %(default)s"
+        "--tree-steps", type=int, default=8, metavar="N", help="depth of trees; default: %(default)s"
     )
     p.add_argument("--prune-threshold", type=float, default=3.0, metavar="X", help="default: %(default)s")
     p.add_argument("--seed", type=int, default=0)

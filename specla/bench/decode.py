@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence as Values
 from statistics import median, median_low
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ from specla.bench.generate import UnrepeatableError
 from specla.drafters import SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
+from specla.engine.sequence import Sequence
 
 MOST_RUNS = 12  # of one batch, those included that capture graphs
 
@@ -22,7 +23,8 @@ class Decoded(NamedTuple):
     """Prompts decoded; seconds, rates and rounds are medians of the repeats, all else is the last one's.
 
     steady_rate: tokens a second as long as there is a sequence for every place. rounds: of the engine; steps: of all
-    sequences. alike: whether all runs gave the same tokens, those that captured included.
+    sequences. alike: whether all runs gave the same tokens, those that captured included. reading: those of the seconds
+    in which prompts were read.
     """
 
     outputs: list[list[int]]
@@ -34,6 +36,7 @@ class Decoded(NamedTuple):
     accepted: int = 0
     histogram: Counter[int] = Counter()  # noqa: RUF012
     alike: bool = True
+    reading: float = 0.0
 
     @property
     def acceptance_length(self) -> float:
@@ -43,10 +46,10 @@ class Decoded(NamedTuple):
 
 def decode_batch(
     engine: Engine,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
+    prompts: Values[list[int]],
+    params: Values[SamplingParams],
     repeat: int = 1,
-    references: Sequence[list[int]] = (),
+    references: Values[list[int]] = (),
     first: int = 0,
 ) -> Decoded:
     """Decode prompts together, again until `repeat` runs needed no new graphs.
@@ -74,21 +77,22 @@ def decode_batch(
         if engine.pool.device.type == "cuda":
             torch.cuda.synchronize(engine.pool.device)
         start, rounds, rate = time.perf_counter(), 0, 0.0
-        while engine.has_work:
-            full = len(engine.running) == places or bool(engine.waiting)
-            engine.step()
-            rounds += 1
-            if full:
-                seconds = max(time.perf_counter() - start, 1e-9)
-                rate = sum(len(sequence.output) for sequence in sequences) / seconds
-        seconds = time.perf_counter() - start
+        with _Reading(engine) as reading:
+            while engine.has_work:
+                full = len(engine.running) == places or bool(engine.waiting)
+                engine.step()
+                rounds += 1
+                if full:
+                    seconds = max(time.perf_counter() - start, 1e-9)
+                    rate = sum(len(sequence.output) for sequence in sequences) / seconds
+            seconds = time.perf_counter() - start
         texts.append([sequence.output for sequence in sequences])
         metrics = [sequence.metrics for sequence in sequences]
         if _prepared(engine) == before:
             runs.append(Decoded(
                 texts[-1], seconds, rate, rounds, sum(m.num_spec_steps for m in metrics),
                 sum(m.num_draft_tokens for m in metrics), sum(m.num_accepted_draft_tokens for m in metrics),
-                sum((m.accepted_per_round for m in metrics), Counter()),
+                sum((m.accepted_per_round for m in metrics), Counter()), reading=reading.seconds(),
             ))  # fmt: skip
         if len(runs) == repeat:
             break
@@ -97,7 +101,46 @@ def decode_batch(
     return runs[-1]._replace(
         seconds=median(run.seconds for run in runs), steady_rate=median(run.steady_rate for run in runs),
         rounds=median_low(run.rounds for run in runs), alike=all(text == texts[0] for text in texts),
+        reading=median(run.reading for run in runs),
     )  # fmt: skip
+
+
+class _Reading:
+    """Times what an engine spends on prompts, where it is spent: on a GPU from the end of the rounds before."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.on_gpu = engine, engine.pool.device.type == "cuda"
+        self.spans: list[tuple[Any, Any]] = []
+
+    def __enter__(self) -> _Reading:
+        self._read_prompts = self.engine._read_prompts
+        self.engine._read_prompts = self._timed  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self.engine._read_prompts  # the class's own is there again
+
+    def seconds(self) -> float:
+        if self.on_gpu:
+            torch.cuda.synchronize(self.engine.pool.device)
+            return sum(start.elapsed_time(end) for start, end in self.spans) / 1000
+        return sum(end - start for start, end in self.spans)
+
+    def _timed(self, budget: int) -> list[Sequence]:
+        engine = self.engine
+        if not (engine.reading or (engine.waiting and engine.pool.num_free)):
+            return []
+        start = self._now()
+        lost = self._read_prompts(budget)
+        self.spans.append((start, self._now()))
+        return lost
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.engine.pool.device))
+        return event
 
 
 def _prepared(engine: Engine) -> int:

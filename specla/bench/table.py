@@ -59,7 +59,7 @@ class TableSettings:
     max_tokens: int = 256
     repeat: int = 1
     seed: int = 0
-    tree_steps: int = 6
+    tree_steps: int = 8
     topk: int = 4
     prune_threshold: float = 3.0
     rates: tuple[float, ...] = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 1.0)
@@ -291,13 +291,15 @@ def _measure_cell(
         part = slice(n, n + together)
         runs.append(decode_batch(engine, prompts[part], params[part], settings.repeat, wanted[part], n))
     outputs = [output for run in runs for output in run.outputs]
-    seconds, rounds, steps = (
-        sum(getattr(run, name) for run in runs) for name in ("seconds", "rounds", "steps")
+    seconds, reading, rounds, steps = (
+        sum(getattr(run, name) for run in runs) for name in ("seconds", "reading", "rounds", "steps")
     )
     steady = len(runs) / sum(1 / run.steady_rate for run in runs)
     tokens = sum(map(len, outputs))
     if way.drafter == "none":
-        table.plain[key] = {"outputs": outputs, "rate": tokens / seconds, "steady": steady}
+        table.plain[key] = {
+            "outputs": outputs, "rate": tokens / seconds, "steady": steady, "rounds": tokens / (seconds - reading),
+        }  # fmt: skip
     plain = table.plain[key]
     parted = [_parting(ours, theirs) for ours, theirs in zip(outputs, plain["outputs"], strict=True)]
     drafted, histogram = (
@@ -312,6 +314,7 @@ def _measure_cell(
         "prune_threshold": config.prune_threshold, "verify": config.verify, "sequences": count, "tokens": tokens,
         "tokens_per_s": round(tokens / seconds, 1), "steady_tokens_per_s": round(steady, 1),
         "speedup": round(tokens / seconds / plain["rate"], 3), "steady_speedup": round(steady / plain["steady"], 3),
+        "reading_s": round(reading, 4), "rounds_speedup": round(tokens / (seconds - reading) / plain["rounds"], 3),
         "acceptance_length": round(tokens / steps, 3), "first_token_match": round(1 - histogram[0] / steps, 4),
         "acceptance_rate": round(sum(run.accepted for run in runs) / drafted, 4) if drafted else None,
         "acceptance_histogram": [histogram[n] for n in range(max(histogram) + 1)],

@@ -23,7 +23,13 @@ from specla.ops.triton.norm import add_norm, embed_norm
 from specla.resident.capture import Captures
 from specla.resident.forward import Layers, leave
 
-LENGTHS = (64, 128, 256, 512)  # of stretches, each with graphs of its own; the last one is `reading.GRID_GPU`
+LENGTHS = (
+    64,
+    128,
+    256,
+    384,
+    512,
+)  # of stretches, each with graphs of its own; the last one is `reading.GRID_GPU`
 
 LayerIds = tuple[int, ...]
 
