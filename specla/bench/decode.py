@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence as Values
+from collections.abc import Sequence
 from statistics import median, median_low
 from typing import Any, NamedTuple
 
@@ -14,7 +14,6 @@ from specla.bench.generate import UnrepeatableError
 from specla.drafters import SyntheticDrafter
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams
-from specla.engine.sequence import Sequence
 
 MOST_RUNS = 12  # of one batch, those included that capture graphs
 
@@ -46,10 +45,10 @@ class Decoded(NamedTuple):
 
 def decode_batch(
     engine: Engine,
-    prompts: Values[list[int]],
-    params: Values[SamplingParams],
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
     repeat: int = 1,
-    references: Values[list[int]] = (),
+    references: Sequence[list[int]] = (),
     first: int = 0,
 ) -> Decoded:
     """Decode prompts together, again until `repeat` runs needed no new graphs.
@@ -76,23 +75,27 @@ def decode_batch(
         places = len(engine.running)
         if engine.pool.device.type == "cuda":
             torch.cuda.synchronize(engine.pool.device)
+        spans: list[tuple[Any, Any]] = []
         start, rounds, rate = time.perf_counter(), 0, 0.0
-        with _Reading(engine) as reading:
-            while engine.has_work:
-                full = len(engine.running) == places or bool(engine.waiting)
-                engine.step()
-                rounds += 1
-                if full:
-                    seconds = max(time.perf_counter() - start, 1e-9)
-                    rate = sum(len(sequence.output) for sequence in sequences) / seconds
-            seconds = time.perf_counter() - start
+        while engine.has_work:
+            full = len(engine.running) == places or bool(engine.waiting)
+            if engine.waiting and engine.pool.num_free:
+                begun = _now(engine)
+                engine.admit()
+                spans.append((begun, _now(engine)))
+            engine.step()
+            rounds += 1
+            if full:
+                seconds = max(time.perf_counter() - start, 1e-9)
+                rate = sum(len(sequence.output) for sequence in sequences) / seconds
+        seconds = time.perf_counter() - start
         texts.append([sequence.output for sequence in sequences])
         metrics = [sequence.metrics for sequence in sequences]
         if _prepared(engine) == before:
             runs.append(Decoded(
                 texts[-1], seconds, rate, rounds, sum(m.num_spec_steps for m in metrics),
                 sum(m.num_draft_tokens for m in metrics), sum(m.num_accepted_draft_tokens for m in metrics),
-                sum((m.accepted_per_round for m in metrics), Counter()), reading=reading.seconds(),
+                sum((m.accepted_per_round for m in metrics), Counter()), reading=sum(_seconds(*span) for span in spans),
             ))  # fmt: skip
         if len(runs) == repeat:
             break
@@ -105,42 +108,22 @@ def decode_batch(
     )  # fmt: skip
 
 
-class _Reading:
-    """Times what an engine spends on prompts, where it is spent: on a GPU from the end of the rounds before."""
+def _now(engine: Engine) -> Any:
+    """A moment: on a GPU when it is done with all that it was given before."""
+    device = engine.pool.device
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
 
-    def __init__(self, engine: Engine):
-        self.engine, self.on_gpu = engine, engine.pool.device.type == "cuda"
-        self.spans: list[tuple[Any, Any]] = []
 
-    def __enter__(self) -> _Reading:
-        self._read_prompts = self.engine._read_prompts
-        self.engine._read_prompts = self._timed  # type: ignore[method-assign]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        del self.engine._read_prompts  # the class's own is there again
-
-    def seconds(self) -> float:
-        if self.on_gpu:
-            torch.cuda.synchronize(self.engine.pool.device)
-            return sum(start.elapsed_time(end) for start, end in self.spans) / 1000
-        return sum(end - start for start, end in self.spans)
-
-    def _timed(self, budget: int) -> list[Sequence]:
-        engine = self.engine
-        if not (engine.reading or (engine.waiting and engine.pool.num_free)):
-            return []
-        start = self._now()
-        lost = self._read_prompts(budget)
-        self.spans.append((start, self._now()))
-        return lost
-
-    def _now(self) -> Any:
-        if not self.on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.engine.pool.device))
-        return event
+def _seconds(start: Any, end: Any) -> float:
+    """Between two moments."""
+    if isinstance(start, float):
+        return float(end - start)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
 
 
 def _prepared(engine: Engine) -> int:

@@ -9,7 +9,7 @@ from specla.engine.params import SpeculativeConfig
 CHOICES = (0, 4, 8, 16)
 MEMORY = 48.0  # sequences whose rounds the past weighs as much as, in the running means, at most
 FADING = 0.97  # of what it weighs with each round
-FEW = 64  # drafts of all sequences up to which the largest choice is looked at first
+FEW_DRAFTS = 64  # drafts of all sequences up to which the largest choice is looked at first
 LOOK = 4  # sequences whose rounds are a first look at a choice
 SHARE = 0.01  # of all time, which looking at losing choices may lose
 DULL = 0.02  # of its own time, which a look loses at least
@@ -58,7 +58,7 @@ class Budget:
         if self.fixed is not None:
             return self.fixed
         if not self._step:
-            few = sequences * self.choices[-1] <= FEW
+            few = sequences * self.choices[-1] <= FEW_DRAFTS
             self._looking, self._step = (self.choices[-1], -1) if few else (self.choices[0], 1)
         if self._looking is not None:
             return self._looking

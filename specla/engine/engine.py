@@ -290,7 +290,7 @@ class Engine:
 
     @contextmanager
     def _blaming(self, sequences: list[Sequence], lost: list[Sequence]) -> Iterator[None]:
-        """End these sequences, and only these if they alone can have spoilt it, by an error inside."""
+        """An error inside ends these sequences; one that may have spoilt the device ends all others, too."""
         try:
             yield
         except BaseException as error:
@@ -336,7 +336,8 @@ class Engine:
             assert sequence.slot is not None
             ids = sequence.tokens[sequence.num_prefilled : sequence.num_prefilled + count]
             stretches.append(PromptStretch(sequence.slot, ids, self._tap(sequence, count)))
-        self._prefill(stretches)
+        if stretches:
+            self._prefill(stretches)
         for sequence, count in group:
             sequence.num_prefilled += count
             self._keep_prefix(sequence)
@@ -347,6 +348,7 @@ class Engine:
             self.target.prefill(torch.tensor(token_ids, device=self.pool.device), slot, self.pool, tap)
 
     def _keep_prefix(self, sequence: Sequence) -> None:
+        """Copy the state of a slot where a beginning ends that other prompts may share."""
         done, found = sequence.num_prefilled, self._found.get(sequence.key)
         if found is not None and self.prefixes is not None and done in found.places:
             assert sequence.slot is not None

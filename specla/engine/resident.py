@@ -19,6 +19,7 @@ from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, RoundTrace, 
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
 from specla.ops.triton import MAX_NODES
+from specla.ops.triton.linear import FEW
 from specla.resident.capture import Captures
 from specla.resident.detail import Detail
 from specla.resident.forward import supports
@@ -31,7 +32,6 @@ from specla.state import StatePool
 
 PAUSE = 0.02  # seconds between two steps from which they are the caller's own, and no cost of a round
 MOST = 1 << 30  # tokens that a slot counts down from
-MOST_BEAMS = 32  # rows up to which a drafter's weights are read in half the time
 CHOICES = (0, 3, 7, 15)  # drafts, so that trees have 1, 4, 8 or 16 nodes
 
 
@@ -73,7 +73,9 @@ class ResidentEngine(Engine):
             target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
         )
         self.captures = Captures(device)
-        most = MOST_BEAMS if config.num_speculative_tokens == "auto" else None
+        most = (
+            FEW if config.num_speculative_tokens == "auto" else None
+        )  # beyond, drafts cost more than they bring
         proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.captures, most)
         self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify, self.captures)
         on_gpu = device.type == "cuda"  # the interpreter would take too long
@@ -150,7 +152,9 @@ class ResidentEngine(Engine):
         super()._read(group)
 
     def _joins(self, sequence: Sequence, group: list[Sequence]) -> bool:
-        """Unless one could go on from a copy of what the other leaves, or wants more than its drafter of its tokens."""
+        """Whether one graph can read them: none could go on from a copy of what another leaves, none wants
+        log-probabilities of its prompt, and there is room.
+        """
         all_of_them = [*group, sequence]
         if self.prompts is None or any(each.params.prompt_logprobs is not None for each in all_of_them):
             return False
@@ -164,14 +168,14 @@ class ResidentEngine(Engine):
     def _prefill(self, stretches: list[PromptStretch]) -> None:
         if self.prompts is None:
             super()._prefill(stretches)
-        elif stretches:
-            tap = stretches[0].tap  # of the same streams as all others
-            parts = [(slot, token_ids) for slot, token_ids, _ in stretches]
-            streams = self.prompts.read(parts, () if tap is None else tap.layer_ids)
-            for (slot, token_ids, tap), rows in zip(stretches, streams, strict=True):
-                self.pool.length[slot] += len(token_ids)
-                if tap is not None:
-                    tap.read(rows[None])
+            return
+        first = stretches[0].tap  # reads the same streams as all others
+        parts = [(slot, token_ids) for slot, token_ids, _ in stretches]
+        streams = self.prompts.read(parts, () if first is None else first.layer_ids)
+        for (slot, token_ids, tap), rows in zip(stretches, streams, strict=True):
+            self.pool.length[slot] += len(token_ids)
+            if tap is not None:
+                tap.read(rows[None])
 
     def _clear(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -219,9 +223,9 @@ class ResidentEngine(Engine):
         if len(asked) == len(params):  # in a tree no larger than needed
             budget = min([budget, *(n for n in CHOICES if n >= max(asked))])
         telling = any(sequence.trace or sequence.params.logprobs is not None for sequence in self.running)
-        prepared = self.rounds.num_prepared
+        captured = self.captures.count
         flight = self.rounds.launch(max(sequences) + 1, budget + 1, budget, plan_of(params), telling)
-        if self.rounds.num_prepared > prepared:
+        if self.captures.count > captured:
             self._disturb()
         self._flights.append(_Launched(flight, sequences, budget, self._timed and not asked))
         self._timed = True

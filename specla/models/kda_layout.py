@@ -118,22 +118,22 @@ def _attention(config: KimiConfig) -> dict[str, Source]:
     }  # fmt: skip
 
 
-def _experts(config: KimiConfig, start: str, in_memory: bool) -> dict[str, Source]:
+def _experts(config: KimiConfig, mlp: str, in_memory: bool) -> dict[str, Source]:
     hidden, count, width = config.hidden_size, config.num_experts, config.moe_intermediate_size
     if in_memory:
-        up = Source({f"{start}.experts.gate_up_proj": (count, 2 * width, hidden)})
-        down = Source({f"{start}.experts.down_proj": (count, hidden, width)})
+        up = Source({f"{mlp}.experts.gate_up_proj": (count, 2 * width, hidden)})
+        down = Source({f"{mlp}.experts.down_proj": (count, hidden, width)})
     else:
-        each = [f"{start}.experts.{i}" for i in range(count)]
+        each = [f"{mlp}.experts.{i}" for i in range(count)]
         up_shapes = {f"{one}.{x}.weight": (width, hidden) for one in each for x in ("w1", "w3")}
         up = Source(up_shapes, partial(stack, 2))
         down = Source({f"{one}.w2.weight": (hidden, width) for one in each}, partial(stack, 1))
     return {
-        "mlp.router.weight": Source({f"{start}.gate.weight": (count, hidden)}),
-        "mlp.router.choice_bias": Source({f"{start}.gate.e_score_correction_bias": (count,)}),
+        "mlp.router.weight": Source({f"{mlp}.gate.weight": (count, hidden)}),
+        "mlp.router.choice_bias": Source({f"{mlp}.gate.e_score_correction_bias": (count,)}),
         "mlp.gate_up_proj": up,
         "mlp.down_proj": down,
-        **swiglu("mlp.shared.", f"{start}.shared_experts.", hidden, config.shared_size),
+        **swiglu("mlp.shared.", f"{mlp}.shared_experts.", hidden, config.shared_size),
     }
 
 

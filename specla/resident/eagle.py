@@ -27,7 +27,7 @@ from specla.resident.drafts import Drafts
 from specla.resident.features import Backlog, Reading, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers, Round, leave, logits_of, recur
 from specla.resident.grow import MAX_STEPS, begin, begin_levels, expand, finish
-from specla.resident.prompt import LENGTHS, LayerIds, Pages, Stretch, Work, absorb
+from specla.resident.prompt import LENGTHS, Buckets, LayerIds, Stretch, Work, absorb
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
@@ -81,7 +81,7 @@ class Eagle:
     Args:
         max_nodes: of the target's trees, the root included.
         num_steps, topk, prune_threshold: as `EagleDrafter` has them.
-        captures: makes the graphs through which prompts are read.
+        captures: makes the graphs through which prompts are read; None makes its own.
         most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`; None
             keeps them as they are.
     """
@@ -124,7 +124,7 @@ class Eagle:
         self.drafted_root = zeros(num_slots, 1) + room  # the first node of bank 1
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._pages = Pages(captures or Captures(weight.device), self._work, LENGTHS)
+        self._buckets = Buckets(captures or Captures(weight.device), self._work, LENGTHS)
 
     def width(self, batch: int) -> int:
         """Live nodes of a level in each of so many trees."""
@@ -136,7 +136,7 @@ class Eagle:
     def prepare(self) -> None:
         """Compile and capture what prompts of any length need."""
         for length in LENGTHS:
-            self._pages.of((), length)
+            self._buckets.of((), length)
 
     def clear(self, slot: int) -> None:
         """Forget a slot, where a sequence is to begin."""
@@ -150,17 +150,18 @@ class Eagle:
             features, following = torch.cat([before[None], features]), [token, *following]
         self._held[slot] = features[-1].clone(), following[-1]
         if len(following) > 1:
-            absorb_pairs = self.absorb_pairs if features.is_cuda else self._absorb_on_host
-            absorb_pairs(slot, features[:-1], following[:-1])
+            absorb_them = self.absorb_pairs if features.is_cuda else self._absorb_on_host
+            absorb_them(slot, features[:-1], following[:-1])
 
     def absorb_pairs(self, slot: int, features: Tensor, tokens: list[int]) -> None:
         """Take pairs of features `[T, F]` and the tokens after them into a slot's committed state."""
-        page, room, run = self._pages.of((), len(tokens))
+        bucket, room, run = self._buckets.of((), len(tokens))
         room[: len(tokens)] = features
-        page.fill([(slot, tokens)])
+        bucket.fill([(slot, tokens)])
         run()
 
     def _absorb_on_host(self, slot: int, features: Tensor, tokens: list[int]) -> None:
+        """The same where there is no GPU, in less time than the interpreter would take."""
         past = Prefill(self.pool, slot, len(tokens), self.network.fc.weight.dtype)
         self.network(torch.tensor(tokens)[None], self.network.fuse(features[None]), past)
 

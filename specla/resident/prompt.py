@@ -1,7 +1,8 @@
 """Prompts, read on a GPU: a stretch of one goes through all layers as one CUDA graph, padded to one of a few lengths.
 
-Launched one by one, the kernels of a short prompt wait for the host: 41 ms a prompt on a slow one, where a token takes
-1.2. Padding leaves no trace, so bits do not depend on the graph that a stretch goes through, nor on its company there.
+Launched one by one, the kernels of a short prompt wait for the host: 41 ms a prompt of 64 tokens at 1.3 B parameters,
+where a step of decoding takes 1.2 ms (docs/results.md). Padding leaves no trace, so bits do not depend on the graph
+that a stretch goes through, nor on its company there.
 """
 
 from __future__ import annotations
@@ -23,13 +24,7 @@ from specla.ops.triton.norm import add_norm, embed_norm
 from specla.resident.capture import Captures
 from specla.resident.forward import Layers, leave
 
-LENGTHS = (
-    64,
-    128,
-    256,
-    384,
-    512,
-)  # of stretches, each with graphs of its own; the last one is `reading.GRID_GPU`
+LENGTHS = (64, 128, 256, 384, 512)  # of stretches, a graph for each; the last is `reading.GRID_GPU`
 
 LayerIds = tuple[int, ...]
 
@@ -43,11 +38,11 @@ class Stretch(NamedTuple):
     places: Tensor  # int32 [B, 1 + T]: -1, 0, 1, ..
 
 
-class Page:
+class Bucket:
     """Where stretches lie for a graph to read: their slots, their lengths, their tokens."""
 
     def __init__(self, rows: int, length: int, device: torch.device):
-        # numbers before the tokens, so many that all begin where any tensor might: kernels are compiled for that
+        # each part begins at a multiple of 16 bytes, for which kernels are compiled
         self._head = 4 * -(-rows // 4)
         packed = torch.zeros(2 * self._head + rows * length, dtype=torch.int32, device=device)
         self._packed, self.rows, self.length = packed, rows, length
@@ -57,13 +52,12 @@ class Page:
 
     def fill(self, stretches: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Put a slot and its next tokens into each of the first rows."""
-        assert len(stretches) <= self.rows, f"a page has room for {self.rows} stretches"
-        none, head = [0] * self.length, [0] * self._head
-        slots, lengths = [-1] * self._head, head.copy()
-        tokens = []
+        assert len(stretches) <= self.rows, f"a bucket has room for {self.rows} stretches"
+        slots, lengths = [-1] * self._head, [0] * self._head
+        tokens: list[int] = []
         for n, (slot, ids) in enumerate(stretches):
             slots[n], lengths[n] = slot, len(ids)
-            tokens += [*ids, *none[len(ids) :]]
+            tokens += [*ids, *[0] * (self.length - len(ids))]
         packed = torch.tensor([*slots, *lengths, *tokens], dtype=torch.int32)
         self._packed[: len(packed)].copy_(packed, non_blocking=True)
 
@@ -76,30 +70,32 @@ Work = Callable[[Stretch], None]
 Make = Callable[[LayerIds, int, int], tuple[Tensor, Work]]
 
 
-class Pages:
-    """A page, and a graph of what is done with it, for each number of rows, their length, and a choice of streams.
+class Buckets:
+    """A bucket, and a graph of what is done with it, for each number of rows, their length, and a choice of streams.
 
-    make: given the choice, rows and length, a tensor `[rows * length, F]` that goes with the page, and the work.
+    make: given the choice, rows and length, a tensor `[rows * length, F]` that goes with the bucket, and the work.
     """
 
     def __init__(self, captures: Captures, make: Make, lengths: Sequence[int]):
         self._captures, self._make, self.lengths = captures, make, lengths
-        self._known: dict[tuple[LayerIds, int, int], tuple[Page, Tensor, Callable[[], None]]] = {}
+        self._known: dict[tuple[LayerIds, int, int], tuple[Bucket, Tensor, Callable[[], None]]] = {}
 
     def room(self, length: int) -> int:
-        """How many stretches of so many tokens share a page: together as many as the longest at most."""
+        """How many stretches of so many tokens share a bucket: together as many as the longest at most."""
         return max(1, self.lengths[-1] // next((n for n in self.lengths if n >= length), self.lengths[-1]))
 
-    def of(self, layer_ids: LayerIds, length: int, rows: int = 1) -> tuple[Page, Tensor, Callable[[], None]]:
-        """Page, tensor and graph for one stretch of up to `length` tokens, or for as many as there is room for."""
+    def of(
+        self, layer_ids: LayerIds, length: int, rows: int = 1
+    ) -> tuple[Bucket, Tensor, Callable[[], None]]:
+        """Bucket, tensor and graph for one stretch of up to `length` tokens, or for as many as there is room for."""
         length = next(n for n in self.lengths if n >= length)
         rows = 1 if rows == 1 else self.room(length)
         known = self._known.get((layer_ids, rows, length))
         if known is None:
-            page = Page(rows, length, self._captures.device)
+            bucket = Bucket(rows, length, self._captures.device)
             tensor, work = self._make(layer_ids, rows, length)
-            run = self._captures.capture(partial(work, page.stretch), partial(work, page.blank()))
-            known = self._known[layer_ids, rows, length] = page, tensor, run
+            run = self._captures.capture(partial(work, bucket.stretch), partial(work, bucket.blank()))
+            known = self._known[layer_ids, rows, length] = bucket, tensor, run
         return known
 
 
@@ -110,14 +106,14 @@ class Prompts:
         self, target: GatedDeltaNet, layers: Layers, captures: Captures, lengths: Sequence[int] = LENGTHS
     ):
         self.target, self.layers = target, layers
-        self._pages = Pages(captures, self._work, lengths)
-        self.room = self._pages.room
+        self._buckets = Buckets(captures, self._work, lengths)
+        self.room = self._buckets.room
 
     def prepare(self, layer_ids: LayerIds) -> None:
         """Compile and capture what prompts of any length need."""
-        for length in self._pages.lengths:
+        for length in self._buckets.lengths:
             for rows in {1, self.room(length)}:
-                self._pages.of(layer_ids, length, rows)
+                self._buckets.of(layer_ids, length, rows)
 
     def read(self, stretches: Sequence[tuple[int, Sequence[int]]], layer_ids: LayerIds = ()) -> list[Tensor]:
         """Read the next tokens of slots, which are as many as `room` allows, none twice.
@@ -128,13 +124,13 @@ class Prompts:
         """
         once = tuple(dict.fromkeys(layer_ids))
         longest = max(len(ids) for _, ids in stretches)
-        page, streams, run = self._pages.of(once, longest, len(stretches))
-        page.fill(stretches)
+        bucket, streams, run = self._buckets.of(once, longest, len(stretches))
+        bucket.fill(stretches)
         run()
         if once != layer_ids:
             parts = streams.unflatten(1, (len(once), -1))
             streams = parts[:, [once.index(index) for index in layer_ids]].flatten(1)
-        rows = streams.unflatten(0, (page.rows, page.length))
+        rows = streams.unflatten(0, (bucket.rows, bucket.length))
         return [row[: len(ids)] for row, (_, ids) in zip(rows, stretches, strict=False)]
 
     def _work(self, layer_ids: LayerIds, rows: int, length: int) -> tuple[Tensor, Work]:

@@ -81,7 +81,7 @@ class Rounds:
         proposer: drafts inside the rounds.
         max_nodes: of a tree, the root included.
         mode: of verification.
-        captures: makes the graphs; others of the engine share their memory.
+        captures: makes the graphs, which share their memory with all others of it; None makes its own.
     """
 
     def __init__(
@@ -124,11 +124,6 @@ class Rounds:
         if shape not in self._prepared:
             for turn in range(self.banks):
                 self._prepared[shape._replace(turn=turn)] = self._prepare(shape._replace(turn=turn))
-
-    @property
-    def num_prepared(self) -> int:
-        """Shapes that need no capture any more."""
-        return len(self._prepared)
 
     def begin(self, slot: int, most: int) -> None:
         """Let a slot take part in the rounds to come, with at most so many drafts."""

@@ -25,4 +25,3 @@ def test_reading_is_timed_of_those_that_wait_for_a_place(
     params = [SamplingParams(max_tokens=4, ignore_eos=True)] * len(PROMPTS)
     decoded = decode_batch(engine, PROMPTS, params)
     assert decoded.reading == read_in_time < decoded.seconds
-    assert engine._read_prompts.__func__ is Engine._read_prompts  # type: ignore[attr-defined]

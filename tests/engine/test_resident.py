@@ -429,10 +429,10 @@ def test_what_was_prepared_is_not_captured_again_and_preparing_touches_no_slot()
     before = held(engine, [0, 1, 2, 3])
     engine.prepare(brief)
     assert all(same_bits(a, b) for a, b in zip(held(engine, [0, 1, 2, 3]), before, strict=True))
-    prepared = engine.rounds.num_prepared
+    prepared = engine.captures.count
     others = [Request(number, brief).add(engine) for number in range(2, 5)]
     finish(engine)
-    assert engine.rounds.num_prepared == prepared
+    assert engine.captures.count == prepared
     for number, sequence in enumerate([kept, *others], 1):
         assert sequence.output == Request(number, brief).alone()[0]
 

@@ -1,4 +1,4 @@
-"""Prompts that wait are read together, to the same texts; what spoils a page ends those on it alone."""
+"""Prompts that wait are read together, to the same texts; what spoils a bucket ends those on it alone."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from tests.engine.residents import Request, going_on, head, make, read_trees
 from tests.ops.triton import DEVICE
 from tests.targets import prompt
 
-pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="reads pages by a target that hashes")
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="reads buckets by a target that hashes")
 
 ASKED = [prompt(n, n) for n in (4, 1, 7, 11, 15, 2, 3)]
 POISON = next(token for token in ASKED[2] if all(token not in ids for n, ids in enumerate(ASKED) if n != 2))
 PARAMS = SamplingParams(max_tokens=6, temperature=0.8, seed=5, ignore_eos=True)
 
 
-class Pages:
-    """As `Prompts` with pages of 16 tokens, in rows of 8 or one of 16: stretches are read one after another.
+class Buckets:
+    """As `Prompts` with buckets of 16 tokens, in rows of 8 or one of 16: stretches are read one after another.
 
-    poison: a page with this token fails. groups: how many stretches shared each page.
+    poison: a bucket with this token fails. groups: how many stretches shared each bucket.
     """
 
     def __init__(self, engine: ResidentEngine, poison: int = -1):
@@ -54,16 +54,16 @@ class Pages:
         return [torch.zeros(len(ids), 0) for _, ids in stretches]
 
 
-def made(poison: int = -1, **options: Any) -> tuple[ResidentEngine, Pages]:
+def made(poison: int = -1, **options: Any) -> tuple[ResidentEngine, Buckets]:
     engine = make("none", slots=5)
     if options:
         engine = ResidentEngine(engine.target, engine.drafter, engine.config, 5, **options)
-    engine.prompts = pages = Pages(engine, poison)
-    return engine, pages
+    engine.prompts = buckets = Buckets(engine, poison)
+    return engine, buckets
 
 
-def decoded(engine: ResidentEngine, params: SamplingParams = PARAMS) -> list[Sequence]:
-    sequences = [engine.add(ids, params) for ids in ASKED]
+def decoded(engine: ResidentEngine) -> list[Sequence]:
+    sequences = [engine.add(ids, PARAMS) for ids in ASKED]
     while engine.has_work:
         engine.step()
     assert engine.pool.num_free == 5 and engine.failure is None
@@ -84,49 +84,52 @@ def hash_nets_have_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "head", head)
 
 
-def test_the_longest_page_holds_the_longest_stretch() -> None:
+def test_the_longest_bucket_holds_the_longest_stretch() -> None:
     assert LENGTHS[-1] == GRID_GPU
 
 
 def test_texts_are_those_of_prompts_read_alone() -> None:
-    """Prompts of 4 and 7 tokens share a page, beside one of 1, which has nothing to read; those of 11 and 15 need one
+    """Prompts of 4 and 7 tokens share a bucket, beside one of 1, which has nothing to read; those of 11 and 15 need one
     each, and of the last two each takes the first slot that is free.
     """
-    engine, pages = made()
+    engine, buckets = made()
     check(decoded(engine), [])
-    assert pages.groups[:3] == [2, 1, 1] and sum(pages.groups) == len(ASKED) - 1
+    assert buckets.groups[:3] == [2, 1, 1] and sum(buckets.groups) == len(ASKED) - 1
+
+
+def test_a_prefix_cache_does_not_keep_different_prompts_apart() -> None:
+    engine, buckets = made(prefix_cache_bytes=1 << 20)
+    check(decoded(engine), [])
+    assert buckets.groups[:3] == [2, 1, 1]
 
 
 def test_of_prompts_that_are_alike_the_second_goes_on_from_a_copy_of_the_first() -> None:
-    engine, pages = made(prefix_cache_bytes=1 << 20)
-    check(decoded(engine), [])
-    assert pages.groups[:3] == [2, 1, 1]
-    engine, pages = made(prefix_cache_bytes=1 << 20)
+    engine, buckets = made(prefix_cache_bytes=1 << 20)
     sequences = [engine.add(ids, PARAMS) for ids in (ASKED[0], ASKED[0], ASKED[2], ASKED[2])]
     while engine.has_work:
         engine.step()
-    assert [sequence.num_cached for sequence in sequences] == [0, 3, 0, 6] and pages.groups == [1, 1]
+    assert [sequence.num_cached for sequence in sequences] == [0, 3, 0, 6] and buckets.groups == [1, 1]
     assert sequences[0].output == sequences[1].output and sequences[2].output == sequences[3].output
 
 
 def test_long_prompts_that_may_begin_alike_are_read_one_after_another() -> None:
-    engine, pages = made(prefix_cache_bytes=1 << 20)
-    pages.room = lambda length: 9  # type: ignore[method-assign]
+    engine, buckets = made(prefix_cache_bytes=1 << 20)
+    buckets.room = lambda length: 9  # type: ignore[method-assign]
     unit = engine.pauses.unit
     sequences = [engine.add([*range(1, 20)] * 8 + [n], PARAMS) for n in (1, 2)]
     assert len(sequences[0].tokens) > unit
     while engine.has_work:
         engine.step()
-    assert set(pages.groups) == {1} and sequences[1].num_cached > 0
+    assert set(buckets.groups) == {1} and sequences[1].num_cached > 0
 
 
-def test_what_spoils_a_page_ends_those_on_it_and_nobody_else() -> None:
+def test_what_spoils_a_bucket_ends_those_on_it_and_nobody_else() -> None:
     engine, _ = made(POISON)
     check(decoded(engine), [0, 1, 2])
 
 
 def test_one_that_cannot_begin_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, pages = made()
+    engine, buckets = made()
     clear = engine._clear
 
     def clear_but_one(sequence: Sequence) -> None:
@@ -136,11 +139,11 @@ def test_one_that_cannot_begin_fails_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(engine, "_clear", clear_but_one)
     check(decoded(engine), [2])
-    assert pages.groups[:2] == [1, 1]
+    assert buckets.groups[:2] == [1, 1]
 
 
 def test_one_that_cannot_start_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, pages = made()
+    engine, buckets = made()
     start = engine._start
 
     def start_but_one(sequence: Sequence) -> None:
@@ -150,18 +153,18 @@ def test_one_that_cannot_start_fails_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(engine, "_start", start_but_one)
     check(decoded(engine), [0])
-    assert pages.groups[0] == 2
+    assert buckets.groups[0] == 2
 
 
-def test_an_interruption_ends_those_on_the_page_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, pages = made()
-    read = pages.read
+def test_an_interruption_ends_those_on_the_bucket_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, buckets = made()
+    read = buckets.read
 
     def interrupted(*args: Any) -> list[Tensor]:
-        monkeypatch.setattr(pages, "read", read)
+        monkeypatch.setattr(buckets, "read", read)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pages, "read", interrupted)
+    monkeypatch.setattr(buckets, "read", interrupted)
     sequences = [engine.add(ids, PARAMS) for ids in ASKED]
     with pytest.raises(KeyboardInterrupt):
         engine.step()
@@ -171,12 +174,10 @@ def test_an_interruption_ends_those_on_the_page_alone(monkeypatch: pytest.Monkey
     assert engine.pool.num_free == 5
 
 
-def test_a_page_takes_no_more_than_a_step_may_read() -> None:
-    engine, pages = made()
-    for ids in (ASKED[0], ASKED[2], ASKED[6]):
-        engine.add(ids, PARAMS)
+def test_a_bucket_takes_no_more_than_a_step_may_read() -> None:
+    engine, buckets = made()
+    for n in (0, 2, 6):
+        engine.add(ASKED[n], PARAMS)
     with torch.inference_mode():
         engine._read_prompts(3 + 2)
-    assert pages.groups == [1] and len(engine.running) == 1 and len(engine.reading) == 1
-    while engine.has_work:
-        engine.step()
+    assert buckets.groups == [1] and len(engine.running) == 1 and len(engine.reading) == 1

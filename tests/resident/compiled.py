@@ -17,7 +17,7 @@ from specla.resident.features import Backlog, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers
 from specla.resident.grow import begin, begin_levels, expand, finish
 from specla.resident.lookup import lookup
-from specla.resident.prompt import Page, read_prompts
+from specla.resident.prompt import Bucket, read_prompts
 from specla.resident.slots import new_slots
 from specla.resident.synthetic import synthetic
 from specla.resident.top import top
@@ -56,7 +56,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def prompts() -> None:
-    """Pages of one row and of several, with and without streams, and the pairs that a drafter reads."""
+    """Buckets of one row and of several, with and without streams, and the pairs that a drafter reads."""
     sizes = {
         "hidden_size": 256,
         "num_heads": 2,
@@ -69,7 +69,7 @@ def prompts() -> None:
         (group,) = target.new_pool(9, 1).groups.values()
         layers = Layers.of(group, 4)
         for length, n in ((512, 1), (64, 8)):
-            stretch = Page(n, length, torch.device("cpu")).stretch
+            stretch = Bucket(n, length, torch.device("cpu")).stretch
             streams = torch.zeros(n * length, 2 * 256)
             read_prompts(target, layers, stretch, {})
             read_prompts(target, layers, stretch, {0: streams[:, :256], 2: streams[:, 256:]})
