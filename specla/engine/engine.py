@@ -151,6 +151,7 @@ class Engine:
             )
         self._check_params(params)
         self._check_tokens(token_ids)
+        self._clear(sequence)  # first, since it may fail
         sequence.tokens.extend(token_ids)
         sequence.prompt_length = len(sequence.tokens)
         sequence.params, sequence.should_stop = params, should_stop
@@ -160,7 +161,6 @@ class Engine:
         sequence.num_cached = 0
         for made in (sequence.from_draft, sequence.logprobs, sequence.prompt_logprobs):
             made.clear()
-        self._clear(sequence)
         self.reading.append(sequence)
 
     def release(self, sequence: Sequence) -> None:
@@ -272,8 +272,8 @@ class Engine:
             if group and not self._joins(sequence, [other for other, _ in group]):
                 break
             if sequence.slot is None:
-                self.reading.append(self.waiting.popleft())
                 with self._blaming([sequence], lost):
+                    self.reading.append(self.waiting.popleft())
                     self._begin(sequence)
                 if sequence.finish_reason is not None:
                     continue
@@ -282,6 +282,8 @@ class Engine:
                 break
             group.append((sequence, count))
             budget -= count
+            if sequence.num_prefilled + count < len(sequence.tokens) - 1:
+                break  # nobody starts before it
         return group
 
     def _joins(self, sequence: Sequence, group: list[Sequence]) -> bool:

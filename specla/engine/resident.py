@@ -18,6 +18,7 @@ from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.sequence import NOT_FINITE as NOT_FINITE_LOGITS, RoundTrace, Sequence, TokenLogprobs
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.models.target import Target
+from specla.ops.chunk import takes as takes_prompt
 from specla.ops.triton import MAX_NODES
 from specla.ops.triton.linear import FEW
 from specla.resident.capture import Captures
@@ -73,13 +74,12 @@ class ResidentEngine(Engine):
             target, drafter, config, max_num_seqs, seed, max_num_batched_tokens, prefix_cache_bytes
         )
         self.captures = Captures(device)
-        most = (
-            FEW if config.num_speculative_tokens == "auto" else None
-        )  # beyond, drafts cost more than they bring
+        # beyond so many rows of a level, drafts cost more than they bring
+        most = FEW if config.num_speculative_tokens == "auto" else None
         proposer = twin_of(drafter, max_num_seqs, max_nodes, HISTORY, self.captures, most)
         self.rounds = Rounds(target, self.pool, proposer, max_nodes, config.verify, self.captures)
-        on_gpu = device.type == "cuda"  # the interpreter would take too long
-        self.prompts = Prompts(target, self.rounds.layers, self.captures) if on_gpu else None
+        by_graph = takes_prompt(self.rounds.layers.state)  # not heads too large, nor under the interpreter
+        self.prompts = Prompts(target, self.rounds.layers, self.captures) if by_graph else None
         if isinstance(drafter, NoDrafter):
             config = replace(config, num_speculative_tokens=0)
         self.budget = Budget(config, CHOICES)
@@ -105,7 +105,7 @@ class ResidentEngine(Engine):
                 self.rounds.prepare(Shape(batch, size, plan_of([params]), 0, read, telling))
         if self.prompts is not None:
             self.prompts.prepare(self.rounds.proposer.layer_ids)
-            self.rounds.proposer.prepare()
+        self.rounds.proposer.prepare()
 
     @torch.inference_mode()
     def admit(self) -> None:

@@ -19,6 +19,7 @@ from specla.drafters.network import Eagle as Network
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
 from specla.ops import triton as kernels
+from specla.ops.chunk import takes as takes_prompt
 from specla.ops.factors import Pending
 from specla.ops.triton.linear import FEW, Int7Weight, linear, linear_parts, quantize, swiglu
 from specla.ops.triton.norm import add_norm
@@ -125,6 +126,7 @@ class Eagle:
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
         self._buckets = Buckets(captures or Captures(weight.device), self._work, LENGTHS)
+        self._by_graph = takes_prompt(self.memory.state)  # not heads too large, nor under the interpreter
 
     def width(self, batch: int) -> int:
         """Live nodes of a level in each of so many trees."""
@@ -135,7 +137,7 @@ class Eagle:
 
     def prepare(self) -> None:
         """Compile and capture what prompts of any length need."""
-        for length in LENGTHS:
+        for length in LENGTHS if self._by_graph else ():
             self._buckets.of((), length)
 
     def clear(self, slot: int) -> None:
@@ -150,7 +152,7 @@ class Eagle:
             features, following = torch.cat([before[None], features]), [token, *following]
         self._held[slot] = features[-1].clone(), following[-1]
         if len(following) > 1:
-            absorb_them = self.absorb_pairs if features.is_cuda else self._absorb_on_host
+            absorb_them = self.absorb_pairs if self._by_graph else self._absorb_by_network
             absorb_them(slot, features[:-1], following[:-1])
 
     def absorb_pairs(self, slot: int, features: Tensor, tokens: list[int]) -> None:
@@ -160,10 +162,11 @@ class Eagle:
         bucket.fill([(slot, tokens)])
         run()
 
-    def _absorb_on_host(self, slot: int, features: Tensor, tokens: list[int]) -> None:
-        """The same where there is no GPU, in less time than the interpreter would take."""
+    def _absorb_by_network(self, slot: int, features: Tensor, tokens: list[int]) -> None:
+        """The same without the kernels of prompts."""
         past = Prefill(self.pool, slot, len(tokens), self.network.fc.weight.dtype)
-        self.network(torch.tensor(tokens)[None], self.network.fuse(features[None]), past)
+        ids = torch.tensor(tokens, device=features.device)
+        self.network(ids[None], self.network.fuse(features[None]), past)
 
     def _work(self, _: LayerIds, rows: int, length: int) -> tuple[Tensor, Work]:
         room = self.backlog.features.new_zeros(rows * length, self.backlog.features.shape[1])
