@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gdn_1p3b import stages
+from benchmarks.gdn_1p3b.ahead import compile_table
 from benchmarks.gdn_1p3b.plan import SHAPES, Machine, drafter_needs, rollout_needs, target_needs
 from specla.engine.llm import resolve_device
 from specla.train.run import process_group, ranks
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="recipe", description=__doc__.splitlines()[0])
-    p.add_argument("stage", choices=("pack", "plan", *STAGES, "all"))
+    p.add_argument("stage", choices=("pack", "plan", "compile", *STAGES, "all"))
     p.add_argument(
         "--work", type=Path, required=True, metavar="DIR", help="where every stage leaves its result"
     )
@@ -124,6 +125,9 @@ def _run(args: argparse.Namespace) -> int:
         args.processes = torch.cuda.device_count() if device.type == "cuda" else 1
     if args.stage == "pack":
         stages.pack(args)
+        return 0
+    if args.stage == "compile":
+        compile_table(args, shape, device)
         return 0
     todo = STAGES if args.stage in ("all", "plan") else (args.stage,)
     machine = Machine.here(device, args.processes, args.work)

@@ -99,6 +99,15 @@ def test_rollouts_are_windows_of_the_drafter(done: Path) -> None:
     assert json.loads((done / "target" / "tokenizer_config.json").read_text())["add_bos_token"] is False
 
 
+def test_the_ways_of_the_table_run_before_there_is_a_target(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert recipe.main(given(home, tmp_path, "compile")) == 0
+    told = capsys.readouterr().err.splitlines()
+    assert not list(tmp_path.iterdir()), "it leaves nothing"
+    assert len(told) == 3 and all("needs rounds on a GPU" in line for line in told)
+
+
 def test_a_finished_run_does_nothing_again(
     home: Path, done: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
