@@ -8,6 +8,7 @@ and always committed by the next round. Who does all this to the states is one o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, cast
 
 import torch
@@ -177,23 +178,37 @@ def read_trees(
     Args:
         taps: views `[B * N, hidden]` that get the residual stream which enters a layer, by its number.
     """
-    taps, blocks = taps or {}, [cast(Block, block) for block in target.layers]
-    table = target.embeddings.weight
+
+    def recurrence(index: int, mixer: DeltaMixer, projected: Tensor) -> Tensor:
+        return recur(mixer, projected, layers.layer(index), now)
+
+    return run_layers(target, tokens, recurrence, taps or {})
+
+
+def run_layers(
+    target: GatedDeltaNet, tokens: Tensor, recurrence: Callable[[int, DeltaMixer, Tensor], Tensor],
+    taps: dict[int, Tensor], *, states_only: bool = False,
+) -> Tensor:  # fmt: skip
+    """All layers over tokens int32 `[B, N]`; the rest is as `read_trees` has it.
+
+    Args:
+        recurrence: given a layer's number, its mixer and projections `[B, N, P]`, outputs `[B, N, HV, V]`.
+        states_only: stop after the last recurrence, unless a tap wants what follows. The result says nothing then.
+    """
+    blocks, table = [cast(Block, block) for block in target.layers], target.embeddings.weight
     norms = [block.attn_norm for block in blocks] + [target.norm]
     stream, x = embed_norm(tokens.flatten(), table, norms[0].weight, norms[0].eps, taps.get(0))
     for i, block in enumerate(blocks):
-        parts = mix(cast(DeltaMixer, block.attn), x, layers.layer(i), now)
+        mixer, mlp = cast(DeltaMixer, block.attn), cast(SwiGLU, block.mlp)
+        projected = linear(x, mixer.in_proj.weight).unflatten(0, tokens.shape)
+        o = recurrence(i, mixer, projected)
+        if states_only and i + 1 == len(blocks) and i + 1 not in taps:
+            break
+        parts = linear_parts(leave(mixer, o, projected), mixer.o_proj.weight)
         x = add_norm(stream, parts, block.mlp_norm.weight, block.mlp_norm.eps, table.dtype)
-        mlp = cast(SwiGLU, block.mlp)
         parts = linear_parts(swiglu(x, mlp.gate_up_proj.weight), mlp.down_proj.weight)
         x = add_norm(stream, parts, norms[i + 1].weight, norms[i + 1].eps, table.dtype, taps.get(i + 1))
     return x
-
-
-def mix(mixer: DeltaMixer, x: Tensor, layer: Layers, now: Round) -> Tensor:
-    """What the mixer adds to the stream of x `[B * N, D]`, in parts as `linear_parts` has them."""
-    projected = linear(x, mixer.in_proj.weight).unflatten(0, (now.tree.batch, now.tree.size))
-    return linear_parts(leave(mixer, recur(mixer, projected, layer, now), projected), mixer.o_proj.weight)
 
 
 def recur(mixer: DeltaMixer, projected: Tensor, layer: Layers, now: Round) -> Tensor:

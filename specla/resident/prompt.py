@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from specla.models.gated_deltanet import GatedDeltaNet
-from specla.models.layers import Block, DeltaMixer, SwiGLU
+from specla.models.layers import DeltaMixer
 from specla.ops.gate import Gate
 from specla.ops.triton.chunk import chunk_prefill
 from specla.ops.triton.conv import conv_commit, tree_conv
-from specla.ops.triton.linear import linear, linear_parts, swiglu
-from specla.ops.triton.norm import add_norm, embed_norm
 from specla.resident.capture import Captures
-from specla.resident.forward import Layers, leave
+from specla.resident.forward import Layers, run_layers
 
 LENGTHS = (64, 128, 256, 384, 512)  # of stretches, a graph for each; the last is `reading.GRID_GPU`
 
@@ -146,19 +144,11 @@ def read_prompts(target: GatedDeltaNet, layers: Layers, stretch: Stretch, taps: 
     Args:
         taps: views `[B * T, hidden]` that get the residual stream which enters a layer, by its number.
     """
-    blocks, table = [cast(Block, block) for block in target.layers], target.embeddings.weight
-    norms = [block.attn_norm for block in blocks] + [target.norm]
-    stream, x = embed_norm(stretch.tokens.flatten(), table, norms[0].weight, norms[0].eps, taps.get(0))
-    for i, block in enumerate(blocks):
-        mixer, mlp = cast(DeltaMixer, block.attn), cast(SwiGLU, block.mlp)
-        projected = linear(x, mixer.in_proj.weight).unflatten(0, stretch.tokens.shape)
-        o = absorb(mixer, projected, layers.layer(i), stretch)
-        if i + 1 == len(blocks) and i + 1 not in taps:
-            return
-        parts = linear_parts(leave(mixer, o, projected), mixer.o_proj.weight)
-        x = add_norm(stream, parts, block.mlp_norm.weight, block.mlp_norm.eps, table.dtype)
-        parts = linear_parts(swiglu(x, mlp.gate_up_proj.weight), mlp.down_proj.weight)
-        x = add_norm(stream, parts, norms[i + 1].weight, norms[i + 1].eps, table.dtype, taps.get(i + 1))
+
+    def recurrence(index: int, mixer: DeltaMixer, projected: Tensor) -> Tensor:
+        return absorb(mixer, projected, layers.layer(index), stretch)
+
+    run_layers(target, stretch.tokens, recurrence, taps, states_only=True)
 
 
 def absorb(mixer: DeltaMixer, projected: Tensor, layer: Layers, stretch: Stretch) -> Tensor:

@@ -165,30 +165,27 @@ def test_what_spoils_a_bucket_ends_those_on_it_and_nobody_else() -> None:
     check(decoded(engine), [0, 1, 2])
 
 
+def failing(work: Callable[[Sequence], None], tokens: list[int]) -> Callable[[Sequence], None]:
+    """`work` that fails on a sequence of these tokens."""
+
+    def tried(sequence: Sequence) -> None:
+        if sequence.tokens == tokens:
+            raise ValueError("cannot be done")
+        work(sequence)
+
+    return tried
+
+
 def test_one_that_cannot_begin_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, buckets = made()
-    clear = engine._clear
-
-    def clear_but_one(sequence: Sequence) -> None:
-        if sequence.tokens == ASKED[2]:
-            raise ValueError("cannot begin")
-        clear(sequence)
-
-    monkeypatch.setattr(engine, "_clear", clear_but_one)
+    monkeypatch.setattr(engine, "_clear", failing(engine._clear, ASKED[2]))
     check(decoded(engine), [2])
     assert buckets.groups[:2] == [1, 1]
 
 
 def test_one_that_cannot_start_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, buckets = made()
-    start = engine._start
-
-    def start_but_one(sequence: Sequence) -> None:
-        if sequence.tokens == ASKED[0]:
-            raise ValueError("cannot start")
-        start(sequence)
-
-    monkeypatch.setattr(engine, "_start", start_but_one)
+    monkeypatch.setattr(engine, "_start", failing(engine._start, ASKED[0]))
     check(decoded(engine), [0])
     assert buckets.groups[0] == 2
 
