@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -278,6 +279,10 @@ def process_group(device: str | torch.device) -> Iterator[torch.device]:
             )
         device = torch.device("cuda", local)
         torch.cuda.set_device(device)
+    # Defaults of its functions name the group that exists when this module is first imported, which making an
+    # optimizer does: that group's threads would outlive it, and one that drops a tensor while Python ends aborts
+    # the process (pytorch/pytorch#190489).
+    import_module("torch.distributed.nn.functional")
     # decisions travel between the hosts' memories, so that none of them waits for its GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     yield device
