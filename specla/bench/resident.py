@@ -30,6 +30,7 @@ from specla.resident.proposers import Proposer
 from specla.resident.rounds import Shape
 from specla.resident.slots import Slots
 from specla.resident.walk import Outcome, new_outcome
+from specla.resident.writes import Writes
 from specla.sampling import Plan
 from specla.tree import Tree
 
@@ -110,9 +111,9 @@ class Shadowed:
     def restore(self, slot: int, exported: Exported, following: int) -> None:
         self.eagle.restore(slot, exported, following)
 
-    def admit(self, slot: int, key: int, size: int) -> None:
-        self.eagle.admit(slot, key, size)
-        self.told.admit(slot, key, size)
+    def admit(self, writes: Writes, slot: int, key: int, size: int) -> None:
+        self.eagle.admit(writes, slot, key, size)
+        self.told.admit(writes, slot, key, size)
 
     def reading(self, last: int, size: int) -> int:
         return self.eagle.reading(last, size)
@@ -263,8 +264,10 @@ def time_parts(engine: ResidentEngine, drafts: int, replays: int = 20) -> dict[s
     assert isinstance(engine.drafter, SyntheticDrafter)
     for slot in range(batch):
         engine.drafter.references[slot] = [1, 2, 3] * 1000
-        rounds.slots.admit(slot, [1, 2, 3], remaining=1 << 30)
-        rounds.proposer.admit(slot, slot, rounds.size)
+        writes = Writes(device)
+        rounds.slots.admit(writes, slot, [1, 2, 3], remaining=1 << 30)
+        rounds.proposer.admit(writes, slot, slot, rounds.size)
+        writes.make()
     rows = torch.arange(batch, dtype=torch.int32, device=device)
     size = drafts + 1
     shape = Shape(batch, size, GREEDY, 0, rounds.proposer.reading(size, size))

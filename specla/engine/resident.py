@@ -28,6 +28,7 @@ from specla.resident.prompt import Prompts
 from specla.resident.proposers import has_twin, twin_of
 from specla.resident.rounds import HISTORY, STOPS, Flight, Rounds, Shape, num_banks
 from specla.resident.walk import NOT_FINITE
+from specla.resident.writes import Writes
 from specla.sampling import Plan
 from specla.state import StatePool
 
@@ -186,17 +187,20 @@ class ResidentEngine(Engine):
         assert sequence.slot is not None
         self._disturb()
         rounds, params, vocab = self.rounds, sequence.params, self.target.config.vocab_size
+        writes = Writes(rounds.device)
         rounds.slots.admit(
-            sequence.slot, sequence.tokens, remaining=min(params.max_tokens, MOST), temperature=params.temperature,
-            seed=sequence.seed, stop_ids=sorted(i for i in sequence.stop_ids if i < vocab)[:STOPS],
+            writes, sequence.slot, sequence.tokens, remaining=min(params.max_tokens, MOST),
+            temperature=params.temperature, seed=sequence.seed,
+            stop_ids=sorted(i for i in sequence.stop_ids if i < vocab)[:STOPS],
         )  # fmt: skip
         rounds.narrow.admit(
-            sequence.slot, sequence.tokens, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
+            writes, sequence.slot, sequence.tokens, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
             repetition_penalty=params.repetition_penalty,
         )  # fmt: skip
-        rounds.proposer.admit(sequence.slot, sequence.key, rounds.size)
+        rounds.proposer.admit(writes, sequence.slot, sequence.key, rounds.size)
         most = params.num_speculative_tokens
-        rounds.begin(sequence.slot, MAX_NODES if most is None else most)
+        rounds.begin(writes, sequence.slot, MAX_NODES if most is None else most)
+        writes.make()
 
     def _show(self, sequence: Sequence, features: Tensor, following: list[int]) -> None:
         assert sequence.slot is not None

@@ -32,6 +32,7 @@ from specla.resident.prompt import LENGTHS, Buckets, LayerIds, Stretch, Work, ab
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
 from specla.resident.walk import Outcome
+from specla.resident.writes import Writes
 from specla.state import RecurrentSpec, Snapshot, StatePool
 from specla.tree import Tree
 
@@ -191,13 +192,14 @@ class Eagle:
         self.pool.restore(slot, Snapshot(0, [tuple(parts)]))
         self._held[slot] = waiting, following
 
-    def admit(self, slot: int, key: int, size: int) -> None:
+    def admit(self, writes: Writes, slot: int, key: int, size: int) -> None:
         """What waits of the prompt's end becomes the backlog of the first round."""
         held = self._held.pop(slot, None)
-        self.backlog.num_tokens[slot], self.rooted[slot] = int(held is not None), 0
+        writes.put(self.backlog.num_tokens, slot, int(held is not None))
+        writes.put(self.rooted, slot, 0)
         if held is not None:
-            self.backlog.features[slot * size] = held[0].to(self.backlog.features.dtype)
-            self.backlog.following[slot, 0] = held[1]
+            self.backlog.features[slot * size].copy_(held[0])
+            writes.put(self.backlog.following, slot * self.max_nodes, held[1])
 
     def taps(self, batch: int, size: int) -> dict[int, Tensor]:
         """Where the target's features of a round go."""

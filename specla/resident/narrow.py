@@ -11,6 +11,7 @@ from torch import Tensor
 from specla.ops.triton.schedule import Schedule
 from specla.resident.slots import Slots
 from specla.resident.walk import Outcome
+from specla.resident.writes import Writes
 from specla.sampling import Plan, Sampling, first_argmax, scores
 from specla.tree import Tree
 
@@ -27,6 +28,7 @@ class Narrow:
 
     def admit(
         self,
+        writes: Writes,
         slot: int,
         tokens: Sequence[int],
         *,
@@ -35,12 +37,14 @@ class Narrow:
         min_p: float,
         repetition_penalty: float,
     ) -> None:
-        """The parameters of a sequence that begins in a slot with these tokens."""
-        self.top_k[slot], self.top_p[slot], self.min_p[slot] = top_k, top_p, min_p
-        self.repetition_penalty[slot] = repetition_penalty
+        """The parameters of a sequence that begins in a slot with these tokens, once the writes are made."""
+        writes.put(self.top_k, slot, top_k)
+        writes.put(self.top_p, slot, top_p)
+        writes.put(self.min_p, slot, min_p)
+        writes.put(self.repetition_penalty, slot, repetition_penalty)
         if repetition_penalty != 1:
-            self.seen[slot] = False
-            self.seen[slot, torch.tensor(sorted(set(tokens))).to(self.seen.device)] = True
+            seen = torch.tensor(sorted(set(tokens))).to(self.seen.device, non_blocking=True)
+            self.seen[slot].fill_(False).index_fill_(0, seen, True)
 
 
 def new_narrow(num_slots: int, vocab_size: int, device: torch.device) -> Narrow:

@@ -126,8 +126,8 @@ class Prompts:
         bucket.fill(stretches)
         run()
         if once != layer_ids:
-            parts = streams.unflatten(1, (len(once), -1))
-            streams = parts[:, [once.index(index) for index in layer_ids]].flatten(1)
+            parts = streams.chunk(len(once), 1)
+            streams = torch.cat([parts[once.index(index)] for index in layer_ids], 1)
         rows = streams.unflatten(0, (bucket.rows, bucket.length))
         return [row[: len(ids)] for row, (_, ids) in zip(rows, stretches, strict=False)]
 

@@ -19,6 +19,7 @@ from specla.resident.lookup import lookup
 from specla.resident.slots import Slots
 from specla.resident.synthetic import synthetic
 from specla.resident.walk import Outcome
+from specla.resident.writes import Writes
 
 
 class Proposer(Protocol):
@@ -48,8 +49,8 @@ class Proposer(Protocol):
     def restore(self, slot: int, exported: Exported, following: int) -> None:
         """Let a slot hold what was exported."""
 
-    def admit(self, slot: int, key: int, size: int) -> None:
-        """The sequence of this key joins the rounds; the last one had trees of `size` nodes."""
+    def admit(self, writes: Writes, slot: int, key: int, size: int) -> None:
+        """The sequence of this key joins the rounds after these writes; the last one had trees of `size` nodes."""
 
     def reading(self, last: int, size: int) -> int:
         """Accepted nodes to read in a round of trees of `size` nodes, after one of `last`: few different numbers, since
@@ -94,7 +95,7 @@ class TokenProposer:
     def restore(self, slot: int, exported: Exported, following: int) -> None:
         raise AssertionError("a proposer without layer_ids remembers no prompts")
 
-    def admit(self, slot: int, key: int, size: int) -> None:
+    def admit(self, writes: Writes, slot: int, key: int, size: int) -> None:
         pass
 
     def reading(self, last: int, size: int) -> int:
@@ -147,15 +148,15 @@ class Synthetic(TokenProposer):
     def chains(self, batch: int) -> bool:
         return self.drafter.topk == 1
 
-    def admit(self, slot: int, key: int, size: int) -> None:
+    def admit(self, writes: Writes, slot: int, key: int, size: int) -> None:
         references = self.drafter.references
         if key not in references:
             raise ValueError(f"no reference for key {key!r}; known are {list(references)}")
         reference = references[key][: self.reference.shape[1]]
-        tokens = torch.tensor(reference, dtype=torch.int32).to(self.reference.device, non_blocking=True)
-        self.reference[slot, : len(reference)] = tokens
-        self.num_reference[slot] = len(reference)
-        self.keys[slot] = key
+        tokens = torch.tensor(reference, dtype=torch.int32)
+        self.reference[slot, : len(reference)].copy_(tokens, non_blocking=True)
+        writes.put(self.num_reference, slot, len(reference))
+        writes.put(self.keys, slot, key)
 
     def propose(
         self, rows: Tensor, slots: Slots, limit: Tensor, out: Drafts, noisy: bool, reading: int

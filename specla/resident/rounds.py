@@ -25,6 +25,7 @@ from specla.resident.narrow import draw_narrow, new_narrow, remember
 from specla.resident.proposers import Proposer
 from specla.resident.slots import new_slots
 from specla.resident.walk import Outcome, new_outcome, walk
+from specla.resident.writes import Writes
 from specla.sampling import Plan
 from specla.state import StatePool
 from specla.tree import Tree
@@ -125,15 +126,15 @@ class Rounds:
             for turn in range(self.banks):
                 self._prepared[shape._replace(turn=turn)] = self._prepare(shape._replace(turn=turn))
 
-    def begin(self, slot: int, most: int) -> None:
-        """Let a slot take part in the rounds to come, with at most so many drafts."""
-        self.most[slot] = most
+    def begin(self, writes: Writes, slot: int, most: int) -> None:
+        """Let a slot take part in the rounds after these writes, with at most so many drafts."""
+        writes.put(self.most, slot, most)
+        writes.put(self.rows, slot, slot)
         self._limit = -1
-        self.rows[slot] = slot
 
     def stop(self, slot: int) -> None:
         """Leave a slot out of the rounds to come."""
-        self.rows[slot] = -1
+        self.rows[slot : slot + 1] = -1
 
     def flush(self, slot: int, kept: int) -> None:
         """Commit what is pending in a slot, of its last round, which was the last of all, no more than `kept` nodes."""
@@ -142,7 +143,7 @@ class Rounds:
         slots.num_pending[one] += kept - slots.count[one]
         slots.count[one] = kept
         pending = Pending(self.layers.factors, slots.pending_path[one], slots.num_pending[one])
-        index = torch.tensor([slot], device=self.device)
+        index = torch.full((1,), slot, device=self.device)
         self.layers.commit(pending, (self.turn - 1) % self.banks, slots.path[one], slots.count[one], index)
         slots.count[one] = 0
         slots.num_pending[one] = 0

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specla.ops.checks import require
+from specla.resident.writes import Writes
 
 DEFERRED = 4  # nodes at most that may stay pending over a round
 
@@ -41,6 +42,7 @@ class Slots:
 
     def admit(
         self,
+        writes: Writes,
         slot: int,
         tokens: Sequence[int],
         *,
@@ -49,7 +51,7 @@ class Slots:
         seed: int = 0,
         stop_ids: Collection[int] = (),
     ) -> None:
-        """Let a sequence of these tokens begin in a slot, with nothing pending.
+        """Let a sequence of these tokens begin in a slot, with nothing pending, once the writes are made.
 
         Raises:
             ValueError: without tokens, or with more stop ids than a slot can hold.
@@ -58,21 +60,16 @@ class Slots:
         require(len(tokens) >= 1, "a sequence begins with at least one token")
         require(len(stop_ids) <= stops, f"a slot holds at most {stops} stop ids, got {len(stop_ids)}")
         kept = tokens[: self.history.shape[1]]
-        packed = torch.tensor([*stop_ids, *[-1] * (stops - len(stop_ids)), *kept], dtype=torch.int32)
-        packed = packed.to(self.history.device, non_blocking=True)  # rounds may be on their way
-        self.stop_ids[slot] = packed[:stops]
-        self.history[slot, : len(kept)] = packed[stops:]
-        self.root[slot] = tokens[-1]
-        self.position[slot] = len(tokens)
-        self.remaining[slot] = remaining
-        self.count[slot] = 0
-        self.path[slot] = 0
-        self.num_pending[slot] = 0
-        self.pending_path[slot] = 0
-        self.lag[slot] = 0
-        self.due[slot] = 1
-        self.temperature[slot] = temperature
-        self.seed[slot] = seed
+        self.history[slot, : len(kept)].copy_(torch.tensor(kept, dtype=torch.int32), non_blocking=True)
+        writes.put(self.stop_ids, slot * stops, *stop_ids, *[-1] * (stops - len(stop_ids)))
+        writes.put(self.root, slot, tokens[-1])
+        writes.put(self.position, slot, len(tokens))
+        writes.put(self.remaining, slot, remaining)
+        for nothing in (self.count, self.num_pending, self.lag):
+            writes.put(nothing, slot, 0)
+        writes.put(self.due, slot, 1)
+        writes.put(self.temperature, slot, temperature)
+        writes.put(self.seed, slot, seed)
 
 
 def new_slots(

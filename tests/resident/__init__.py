@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specla.resident.drafts import Drafts
 from specla.resident.slots import Slots, new_slots
+from specla.resident.writes import Writes
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE
 
@@ -28,6 +30,13 @@ def garbage_drafts(batch: int, size: int) -> Drafts:
         return torch.full(shape, GARBAGE, dtype=torch.int32, device=DEVICE)
 
     return Drafts(garbage(batch, size), garbage(batch, size), garbage(batch))
+
+
+def admit(admitting: Any, slot: int, *args: Any, **options: Any) -> None:
+    """Let a sequence begin in a slot of `Slots`, `Narrow` or a proposer."""
+    writes = Writes(DEVICE)
+    admitting.admit(writes, slot, *args, **options)
+    writes.make()
 
 
 def copied(slots: Slots) -> Slots:

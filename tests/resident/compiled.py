@@ -22,6 +22,7 @@ from specla.resident.slots import new_slots
 from specla.resident.synthetic import synthetic
 from specla.resident.top import top
 from specla.resident.walk import new_outcome, walk
+from specla.resident.writes import Writes
 from tests.ops.triton import compiled
 from tests.targets import VOCAB, build_target, make_config
 
@@ -47,6 +48,9 @@ def main() -> None:
         for noisy in (False, True):
             logits = torch.zeros(1, 1, vocab).expand(2, size, vocab)
             draw(logits, drafts.parent, drafts.num_nodes, rows, slots, noisy=noisy, out=draws)
+    writes = Writes(torch.device("cpu"))
+    slots.admit(writes, 0, [1, 2, 3], remaining=9)
+    writes.make()
     grow(rows, 4, 5)
     grow(rows, 8, 2)
     read(rows)

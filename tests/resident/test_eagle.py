@@ -100,6 +100,7 @@ def test_what_has_no_kernels_stays_on_the_host() -> None:
         assert not supports(make_network(**changes), steps, topk)
 
 
+@pytest.mark.usefixtures("recorded")
 @torch.inference_mode()
 def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
     network = make_network(norm_before_residual=True).to(DEVICE)
@@ -117,6 +118,7 @@ def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
     torch.testing.assert_close(group.conv_state, expected.conv_state, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.usefixtures("recorded")
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's arithmetic")
 def test_rounds_without_drafts_are_read_like_all_others() -> None:
     """Sizes change from round to round; what is drafted after a plain round tells what was read in it."""

@@ -10,7 +10,7 @@ from specla.drafters.ngram import NgramIndex
 from specla.resident.lookup import BLOCK, Drafts, lookup
 from specla.resident.slots import Slots
 from tests.ops.triton import full_size
-from tests.resident import copied, garbage_drafts, garbage_slots, ints, same_slots
+from tests.resident import admit, copied, garbage_drafts, garbage_slots, ints, same_slots
 
 
 def looked_up(rows: list[int], slots: Slots, limit: int, size: int, **ngram: int) -> Drafts:
@@ -49,7 +49,7 @@ def test_the_latest_longest_match_is_followed(rows, limit, size, one, other, ste
     slots = garbage_slots(6, size, 40, 1)
     owners = random.sample(range(6), len(rows))
     for slot, (tokens, remaining) in zip(owners, rows, strict=True):
-        slots.admit(slot, tokens, remaining=remaining)
+        admit(slots, slot, tokens, remaining=remaining)
     owners.insert(random.randint(0, len(rows)), -1)
     out = looked_up(owners, slots, limit, size, max_ngram=max_ngram, min_ngram=min_ngram, num_steps=steps)
     held = dict(zip((slot for slot in owners if slot >= 0), rows, strict=True))
@@ -71,7 +71,7 @@ def test_long_histories(vocab: int, length: int, seed: int) -> None:
         part = suffix[int(torch.randint(5, (1,), generator=rng)) :]
         tokens[at : at + len(part)] = part
     tokens[-5:] = suffix
-    slots.admit(0, tokens, remaining=100)
+    admit(slots, 0, tokens, remaining=100)
     check(looked_up([0], slots, 99, 8), 0, chain(tokens, 7))
 
 
@@ -79,7 +79,7 @@ def test_long_histories(vocab: int, length: int, seed: int) -> None:
 def test_a_sequence_that_outgrew_its_history_drafts_nothing(far: int) -> None:
     slots = garbage_slots(2, 8, 16, 1)
     for slot in (0, 1):
-        slots.admit(slot, [1] * 16, remaining=100)
+        admit(slots, slot, [1] * 16, remaining=100)
     slots.position[0] += far
     out = looked_up([0, 1], slots, 99, 8)
     check(out, 0, [1])
@@ -88,8 +88,8 @@ def test_a_sequence_that_outgrew_its_history_drafts_nothing(far: int) -> None:
 
 def test_a_history_does_not_reach_into_its_neighbour() -> None:
     slots = garbage_slots(2, 8, 16, 1)
-    slots.admit(0, [1] * 16, remaining=100)
-    slots.admit(1, [1, 5, 1, 1], remaining=100)
+    admit(slots, 0, [1] * 16, remaining=100)
+    admit(slots, 1, [1, 5, 1, 1], remaining=100)
     check(looked_up([1], slots, 99, 8), 0, [1, 1])
 
 
@@ -102,7 +102,7 @@ def test_at_the_size_of_models() -> None:
         vocab = [10, 1000, 32000][slot % 3]
         length = (1 << 15) - 999 * (slot % 7)
         held.append(torch.randint(vocab, (length,), generator=rng).tolist())
-        slots.admit(slot, held[-1], remaining=100)
+        admit(slots, slot, held[-1], remaining=100)
     out = looked_up(list(range(64)), slots, 99, 16)
     for slot, tokens in enumerate(held):
         check(out, slot, chain(tokens, 15))

@@ -19,7 +19,7 @@ from specla.sampling import Plan, Sampling, first_argmax, scores
 from specla.tree import Tree
 from tests.ops.strategies import SHAPES, random_parent, same_bits, tree_of
 from tests.ops.triton import DEVICE, full_size
-from tests.resident import GARBAGE, garbage_slots, ints
+from tests.resident import GARBAGE, admit, garbage_slots, ints
 
 SLOTS, VOCAB = 5, 40
 
@@ -50,8 +50,9 @@ def admitted(
     texts = []
     for slot, p in enumerate(asked):
         texts.append(torch.randint(vocab, (1 + 4 * slot,), generator=rng).tolist())
-        slots.admit(slot, texts[-1], remaining=9, temperature=p.temperature, seed=p.seed or 0)
-        narrow.admit(
+        admit(slots, slot, texts[-1], remaining=9, temperature=p.temperature, seed=p.seed or 0)
+        admit(
+            narrow,
             slot,
             texts[-1],
             top_k=p.top_k,
@@ -151,7 +152,7 @@ def test_a_plan_is_never_narrower_than_the_samplers_own(asked: list[SamplingPara
 def test_admission_fills_one_slot_and_forgets_who_was_there() -> None:
     narrow = garbage_narrow()
     before = replace(narrow, **{f.name: getattr(narrow, f.name).clone() for f in fields(narrow)})
-    narrow.admit(3, [7, 2, 7], top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
+    admit(narrow, 3, [7, 2, 7], top_k=4, top_p=0.9, min_p=0.1, repetition_penalty=1.5)
     others = [slot for slot in range(SLOTS) if slot != 3]
     for field in fields(narrow):
         assert same_bits(
@@ -160,8 +161,8 @@ def test_admission_fills_one_slot_and_forgets_who_was_there() -> None:
     told = [float(x[3]) for x in (narrow.top_k, narrow.top_p, narrow.min_p, narrow.repetition_penalty)]
     assert told == torch.tensor([4, 0.9, 0.1, 1.5]).tolist()
     assert narrow.seen[3].nonzero().flatten().tolist() == [2, 7]
-    narrow.admit(3, [5], top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-    narrow.admit(3, [VOCAB - 1, 0], top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=0.5)
+    admit(narrow, 3, [5], top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+    admit(narrow, 3, [VOCAB - 1, 0], top_k=-1, top_p=1.0, min_p=0.0, repetition_penalty=0.5)
     assert narrow.seen[3].nonzero().flatten().tolist() == [0, VOCAB - 1]
 
 

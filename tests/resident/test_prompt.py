@@ -18,6 +18,8 @@ from tests.ops.strategies import same_bits
 from tests.resident import DEVICE
 from tests.targets import build_target, make_config, prompt
 
+pytestmark = pytest.mark.usefixtures("recorded")
+
 VARIANTS = ("plain", "grouped_wide", "no_gate", "conv_2", "neg_eigval", "tied")
 LENGTHS = (8, 32)
 TEXTS = [[max(1, token) for token in prompt(n, n)] for n in (6, 8, 1, 5)]

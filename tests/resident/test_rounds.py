@@ -21,6 +21,7 @@ from specla.resident.proposers import Lookup, Proposer, Synthetic, TokenProposer
 from specla.resident.rounds import PATIENCE, Rounds
 from specla.resident.slots import Slots
 from specla.resident.walk import LENGTH, RUNNING, STOP
+from specla.resident.writes import Writes
 from specla.sampling import Plan
 from tests.ops.strategies import same_bits
 from tests.ops.triton import DEVICE, full_size
@@ -36,6 +37,8 @@ from tests.targets import (
     prompt,
     read_one_by_one,
 )  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("recorded")
 
 PROMPTS, SIZE, SEED = [prompt(4, 3) * 2, prompt(2, 2)], 4, 7
 COLD, WARM = Plan(False, False, 0, False), Plan(True, False, 0, False)
@@ -111,9 +114,11 @@ def test_tokens_and_states_are_those_of_plain_decoding(drafter: str, heats: tupl
     for slot, text in tokens.items():
         assert pool.alloc() == slot
         target.prefill(torch.tensor(text[:-1], device=DEVICE), slot, pool)
-        rounds.slots.admit(slot, text, remaining=lengths[slot], temperature=heats[slot], seed=SEED)
-        proposer.admit(slot, slot, rounds.size)
-        rounds.begin(slot, MAX_NODES)
+        writes = Writes(rounds.device)
+        rounds.slots.admit(writes, slot, text, remaining=lengths[slot], temperature=heats[slot], seed=SEED)
+        proposer.admit(writes, slot, slot, rounds.size)
+        rounds.begin(writes, slot, MAX_NODES)
+        writes.make()
     for x in parts(rounds.layers):
         x[:, 2] = torch.nan
     nobody, running, accepted = [x[:, 2].clone() for x in parts(rounds.layers)], set(tokens), 0
@@ -160,9 +165,11 @@ def test_a_slot_is_taken_up_again_with_nothing_pending() -> None:
 
     def begin(number: int, slot: int, stop_ids: tuple[int, ...] = ()) -> None:
         target.prefill(torch.tensor(PROMPTS[number][:-1], device=DEVICE), slot, pool)
-        rounds.slots.admit(slot, PROMPTS[number], remaining=99, stop_ids=stop_ids)
-        proposer.admit(slot, number, rounds.size)
-        rounds.begin(slot, MAX_NODES)
+        writes = Writes(rounds.device)
+        rounds.slots.admit(writes, slot, PROMPTS[number], remaining=99, stop_ids=stop_ids)
+        proposer.admit(writes, slot, number, rounds.size)
+        rounds.begin(writes, slot, MAX_NODES)
+        writes.make()
         got.append([])
 
     def launch(*owners: int) -> list[int]:
@@ -214,8 +221,10 @@ def running(slots: int, size: int) -> Rounds:
     for slot in range(slots):
         text = prompt(9, slot, 3000) * 2
         target.prefill(torch.tensor(text[:-1], device=DEVICE), pool.alloc(), pool)
-        rounds.slots.admit(slot, text, remaining=10**6, temperature=slot % 2 * 0.9, seed=slot)
-        rounds.begin(slot, MAX_NODES)
+        writes = Writes(rounds.device)
+        rounds.slots.admit(writes, slot, text, remaining=10**6, temperature=slot % 2 * 0.9, seed=slot)
+        rounds.begin(writes, slot, MAX_NODES)
+        writes.make()
     for nodes in (size, 1):
         rounds.launch(slots, nodes, nodes - 1, WARM).wait()
     torch.cuda.synchronize()

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from specla.drafters import DraftRow, SyntheticDrafter
 from specla.resident.synthetic import synthetic
 from tests.ops.triton import DEVICE
-from tests.resident import copied, garbage_drafts, garbage_slots, ints, same_slots
+from tests.resident import admit, copied, garbage_drafts, garbage_slots, ints, same_slots
 
 SLOTS, LENGTH = 5, 40
 
@@ -59,7 +59,7 @@ def test_trees_are_those_of_the_drafter(how: dict[str, Any], seed: int) -> None:
         for slot in range(SLOTS):
             held.append(tokens(any_of(1, 2, 7, 11, known[slot] - 3, known[slot], known[slot] + 1)).tolist())
             left.append(any_of(1, 2, 4, 99, 99, 99))
-            slots.admit(slot, held[-1][-LENGTH:], remaining=left[-1])
+            admit(slots, slot, held[-1][-LENGTH:], remaining=left[-1])
             slots.position[slot] = len(held[-1])
         rows = torch.randperm(SLOTS, generator=rng)[: any_of(2, SLOTS)].tolist()
         rows[any_of(0, 1)] = -1
@@ -84,7 +84,7 @@ def test_trees_are_those_of_the_drafter(how: dict[str, Any], seed: int) -> None:
 @pytest.mark.parametrize("far", [2**31 - 1, 2**33])
 def test_beyond_its_reference_a_sequence_stands_alone(far: int) -> None:
     slots, out = garbage_slots(1, 9, LENGTH, 1), garbage_drafts(1, 9)
-    slots.admit(0, [7], remaining=99)
+    admit(slots, 0, [7], remaining=99)
     slots.position[0] = far
     synthetic(
         ints([0]), slots, slots.history, ints([LENGTH]), slots.seed, torch.ones(2, dtype=torch.float64, device=DEVICE),

@@ -17,7 +17,7 @@ from specla.resident.walk import LENGTH, NOT_FINITE, RUNNING, STOP, Outcome, wal
 from specla.tree import Tree
 from tests.ops.strategies import SHAPES, random_parent, same_bits
 from tests.ops.triton import DEVICE, full_size
-from tests.resident import GARBAGE, copied, garbage_slots, ints, same_slots
+from tests.resident import GARBAGE, admit, copied, garbage_slots, ints, same_slots
 
 VOCAB = 5
 REASONS = {None: RUNNING, "stop": STOP, "length": LENGTH}
@@ -101,7 +101,7 @@ def admitted(slots: Slots, slot: int, seed: int) -> tuple[Sequence, int]:
     most = [1, 2, 3, 30][seed // 8 % 4]
     stop_ids = frozenset([[], [0], [1, 4], [2]][seed // 32 % 4])
     far = [0, 0, 2**31 - 3, 2**33][seed // 128 % 4]
-    slots.admit(slot, tokens, remaining=most, stop_ids=stop_ids)
+    admit(slots, slot, tokens, remaining=most, stop_ids=stop_ids)
     slots.position[slot] += far
     return Sequence(tokens, SamplingParams(max_tokens=most), 0, stop_ids, key=slot), far
 
@@ -185,7 +185,7 @@ def test_what_is_not_written_stays_pending(
     """A host that keeps count: nodes of earlier rounds go on waiting where a round defers and the slot is not due."""
     _, size, seed = drawn
     slots = garbage_slots(2, size, 24, 0)
-    slots.admit(1, [1], remaining=10**6)
+    admit(slots, 1, [1], remaining=10**6)
     waiting: list[int] = []
     lag, due = 0, True
     for number, defers in enumerate(deferred):
@@ -204,7 +204,7 @@ def test_what_is_not_written_stays_pending(
 
 def test_of_equal_siblings_the_first_counts() -> None:
     slots = garbage_slots(1, 5, 8, 0)
-    slots.admit(0, [1], remaining=9)
+    admit(slots, 0, [1], remaining=9)
     step = Round(ints([[3, 0, 4, 2, 0]]), ints([[1, 3, 3, 0, 4]]), ints([[-1, 0, 0, 1, 2]]), ints([5]))
     out, _ = step.walk(ints([0]), slots)
     assert out.tokens.tolist() == [[3, 0, 2, 0, 0]] and out.taken.item() == 3
@@ -215,7 +215,7 @@ def test_of_equal_siblings_the_first_counts() -> None:
 @pytest.mark.parametrize("rejected", [1, 2, 30, 63])
 def test_nothing_below_a_rejected_draft_is_taken(rejected: int) -> None:
     slots = garbage_slots(1, 64, 80, 0)
-    slots.admit(0, [1], remaining=99)
+    admit(slots, 0, [1], remaining=99)
     draws, tokens = torch.full((1, 64), 3), torch.full((1, 64), 3)
     tokens[0, rejected] = 2
     step = Round(draws.int().to(DEVICE), tokens.int().to(DEVICE), ints([[*range(-1, 63)]]), ints([64]))
@@ -227,7 +227,7 @@ def test_nothing_below_a_rejected_draft_is_taken(rejected: int) -> None:
 def test_a_stop_token_ends_before_the_length_does() -> None:
     for stop, most, reason, taken in ((2, 2, STOP, 2), (2, 9, STOP, 2), (4, 2, LENGTH, 2), (3, 1, STOP, 1)):
         slots = garbage_slots(1, 4, 8, 2)
-        slots.admit(0, [1], remaining=most, stop_ids=[stop])
+        admit(slots, 0, [1], remaining=most, stop_ids=[stop])
         step = Round(ints([[3, 2, 0, 1]]), ints([[1, 3, 2, 0]]), ints([[-1, 0, 1, 2]]), ints([4]))
         out, rows = step.walk(ints([0]), slots)
         assert (out.reason.item(), out.taken.item(), rows.item()) == (reason, taken, -1)
