@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> ResidentEngine:
         for module in (resident, eagle):
             monkeypatch.setattr(module, "takes_prompt", lambda state: True)
     drafter = EagleDrafter(make_network().to(DEVICE), 6, 4, 2, max_num_seqs=3)
-    return ResidentEngine(make_target("plain").to(DEVICE), drafter, SPECULATION, 3)
+    return ResidentEngine(copy.deepcopy(make_target("plain")).to(DEVICE), drafter, SPECULATION, 3)
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU tells by itself")

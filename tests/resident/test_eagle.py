@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import cycle
 
 import pytest
@@ -85,7 +86,9 @@ def test_auto_grows_narrower_trees_for_more_rows() -> None:
         (SpeculativeConfig(7, topk=4), [4] * 6),
     ):
         drafter = EagleDrafter(network, config.max_draft, config.num_steps, config.topk, max_num_seqs=1)
-        proposer = ResidentEngine(make_target("plain").to(DEVICE), drafter, config, 1).rounds.proposer
+        proposer = ResidentEngine(
+            copy.deepcopy(make_target("plain")).to(DEVICE), drafter, config, 1
+        ).rounds.proposer
         assert isinstance(proposer, Eagle)
         assert [proposer.width(batch) for batch in (1, 4, 8, 16, 32, 128)] == widths
         assert [proposer.chains(batch) for batch in (1, 128)] == [False, widths[-1] == 1]
