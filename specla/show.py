@@ -131,12 +131,16 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
         else f"cpu, {threads} thread{'s' if threads > 1 else ''}, {torch.backends.cpu.get_cpu_capability()}",
         "dtype": f"{_name(work)} weights, {_name(torch.promote_types(work, torch.float32))} state",
         "kernels": f"triton {version('triton')}, torch" if kernels else "torch",
-        "verify": f"auto = {auto}; others: {', '.join(mode for mode in MODES[1:] if mode != auto)}",
     }
     directory = BUNDLED_MODEL if model is None else Path(model)
-    if model is None and not directory.is_dir():
-        return facts | {"model": "none bundled"}
-    return facts | _describe_model(directory, load_target(directory, chosen, work))
+    others = [mode for mode in MODES[1:] if mode != auto]
+    about: dict[str, str | int] = {"model": "none bundled"}
+    if model is not None or directory.is_dir():
+        target = load_target(directory, chosen, work)
+        if not target.new_pool(1, 2).takes_parallel:
+            others.remove("parallel")
+        about = _describe_model(directory, target)
+    return facts | {"verify": f"auto = {auto}; others: {', '.join(others)}"} | about
 
 
 def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | int]:

@@ -474,3 +474,14 @@ def test_info_of_the_bundled_model(capsys: pytest.CaptureFixture[str]):
     facts = json.loads(capsys.readouterr().out)
     assert facts["model"] == str(BUNDLED_MODEL)
     assert 10e6 < facts["parameters"] < 13e6
+
+
+def test_info_offers_no_mode_that_the_model_refuses(
+    capsys: pytest.CaptureFixture[str], checkpoint: str, monkeypatch: pytest.MonkeyPatch
+):
+    offered = []
+    for takes in (True, False):
+        monkeypatch.setattr("specla.state.StatePool.takes_parallel", takes)
+        assert run("info", checkpoint, "--json") == 0
+        offered.append(json.loads(capsys.readouterr().out)["verify"].partition("others: ")[2].split(", "))
+    assert offered == [["serial", "parallel"], ["serial"]]

@@ -48,7 +48,8 @@ def prepare_tokens(
     eos = tokenizer.eos_token_id
     if eos is None or eos >= tokenizer.vocab_size:
         raise ValueError(
-            f"documents are separated by EOS, but the tokenizer's is {eos}; expected a token of it"
+            f"documents are separated by the end token, but the tokenizer's is {eos}: let eos_token in "
+            f"tokenizer_config.json name a token of its vocabulary"
         )
     files = corpus_files(data, split)
     key = {

@@ -313,5 +313,5 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
     numbered(tmp_path, {"a": [3]})
     tokenizer = Letters()
     tokenizer.eos_token_id = None
-    with pytest.raises(ValueError, match="separated by EOS"):
+    with pytest.raises(ValueError, match="let eos_token in"):
         prepare(tmp_path, tokenizer)
