@@ -1,4 +1,4 @@
-"""An engine whose prompts and rounds all go through graphs, as on a GPU, says what the engine on the host says."""
+"""An engine whose prompts and rounds all go through graphs, as on a GPU, does what the engine on the host does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 
-from specla.drafters import EagleDrafter, NoDrafter
+from specla.drafters import EagleDrafter
 from specla.engine import resident
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
@@ -21,7 +21,10 @@ from tests.targets import make_target
 LENGTHS = (4, 16)  # of buckets
 TEXTS = [[7, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], [4], [9, 3, 1, 7]]
 PARAMS = [
-    SamplingParams(max_tokens=n, temperature=t, seed=3) for n, t in ((3, 1.0), (2, 0.0), (3, 0.0), (2, 0.7))
+    SamplingParams(max_tokens=3, temperature=1.0, seed=3),
+    SamplingParams(max_tokens=2),
+    SamplingParams(max_tokens=5, num_speculative_tokens=1),
+    SamplingParams(max_tokens=2, temperature=0.7, seed=3),
 ]
 
 
@@ -33,15 +36,14 @@ def test_prompts_and_rounds_by_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resident, "Prompts", partial(Prompts, lengths=LENGTHS))
     monkeypatch.setattr(eagle, "LENGTHS", LENGTHS)
     config = SpeculativeConfig(num_speculative_tokens=2, num_steps=2, topk=2)
-    outputs = []
-    for kind, drafter in (
-        (Engine, NoDrafter()),
-        (ResidentEngine, EagleDrafter(make_network(), 2, 2, 2, max_num_seqs=2)),
-    ):
+    outputs, counts = [], []
+    for kind in (Engine, ResidentEngine):
+        drafter = EagleDrafter(make_network(), 2, 2, 2, max_num_seqs=2)
         engine = kind(copy.deepcopy(make_target("plain")), drafter, config, 2)
         sequences = [engine.add(text, params) for text, params in zip(TEXTS, PARAMS, strict=True)]
         while engine.has_work:
             engine.step()
         outputs.append([(sequence.output, sequence.finish_reason) for sequence in sequences])
-    assert outputs[0] == outputs[1]
+        counts.append([(s.metrics.num_draft_tokens, s.metrics.accepted_per_round) for s in sequences])
+    assert outputs[0] == outputs[1] and counts[0] == counts[1]
     assert isinstance(engine, ResidentEngine) and engine.captures.count > len(LENGTHS)
