@@ -19,13 +19,13 @@ from specla.bench.decode import Decoded, decode_batch
 from specla.bench.generate import UnrepeatableError
 from specla.drafters import NoDrafter, SyntheticDrafter
 from specla.drafters.base import Exported
-from specla.drafters.network import Eagle as Network, EagleConfig
+from specla.drafters.network import Eagle, EagleConfig
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.models.config import GatedDeltaNetConfig
 from specla.models.gated_deltanet import GatedDeltaNet
 from specla.resident.drafts import Drafts, new_drafts
-from specla.resident.eagle import Eagle
+from specla.resident.eagle import EagleProposer
 from specla.resident.proposers import Proposer
 from specla.resident.rounds import Shape
 from specla.resident.slots import Slots
@@ -89,7 +89,7 @@ def choose_ways(names: Sequence[str] | None) -> tuple[Way, ...]:
 class Shadowed:
     """A trained drafter that works as in earnest; the trees that are verified are told."""
 
-    def __init__(self, eagle: Eagle, told: Proposer):
+    def __init__(self, eagle: EagleProposer, told: Proposer):
         self.eagle, self.told = eagle, told
         self.layer_ids, self.kept = eagle.layer_ids, eagle.kept
 
@@ -139,7 +139,7 @@ def random_target(config: GatedDeltaNetConfig, seed: int, device: torch.device) 
     return _in_bfloat16(target)
 
 
-def random_network(config: GatedDeltaNetConfig, seed: int, device: torch.device) -> Network:
+def random_network(config: GatedDeltaNetConfig, seed: int, device: torch.device) -> Eagle:
     """A drafter as wide as its target, with three streams of features and a vocabulary of its own."""
     layers = config.num_hidden_layers
     shape = EagleConfig(
@@ -148,7 +148,7 @@ def random_network(config: GatedDeltaNetConfig, seed: int, device: torch.device)
         num_heads=config.num_heads, head_dim=config.head_dim, intermediate_size=config.mlp_dim,
     )  # fmt: skip
     with torch.device(device):
-        network = Network(shape)
+        network = Eagle(shape)
     network.reset_parameters(torch.Generator(device).manual_seed(seed))
     return _in_bfloat16(network)
 
@@ -186,7 +186,7 @@ def measure(
 
 
 def _measure_batch(
-    target: GatedDeltaNet, network: Network, batch: int, params: SamplingParams, repeat: int,
+    target: GatedDeltaNet, network: Eagle, batch: int, params: SamplingParams, repeat: int,
     ways: Sequence[Way],
 ) -> dict[str, Any]:  # fmt: skip
     device, seed = target.norm.weight.device, params.seed or 0
@@ -215,7 +215,7 @@ def _tell(*lines: str) -> None:
     print(*lines, sep="\n", file=sys.stderr, flush=True)
 
 
-def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, seed: int) -> ResidentEngine:
+def engine_of(target: GatedDeltaNet, network: Eagle, way: Way, batch: int, seed: int) -> ResidentEngine:
     """An engine that drafts in this way."""
     drafts = "auto" if way.drafts is None else way.drafts
     config = SpeculativeConfig(drafts, way.steps, way.topk, synthetic_acceptance_rate=way.rate)
@@ -224,7 +224,9 @@ def engine_of(target: GatedDeltaNet, network: Network, way: Way, batch: int, see
     )
     engine = ResidentEngine(target, drafter, config, batch)
     if way.network:
-        eagle = Eagle(network, batch, config.max_draft + 1, way.steps, way.topk, None, engine.captures)
+        eagle = EagleProposer(
+            network, batch, config.max_draft + 1, way.steps, way.topk, None, engine.captures
+        )
         engine.rounds.proposer = Shadowed(eagle, engine.rounds.proposer)
     return engine
 

@@ -299,6 +299,7 @@ def check_memory(
         return
     one = target.new_pool(1, max_nodes)
     needed = num_slots * (one.bytes_per_sequence() + num_banks(num_slots) * max_nodes * one.bytes_per_node())
+    torch.cuda.empty_cache()  # of an engine that has gone, say
     free, _ = torch.cuda.mem_get_info(device)
     if needed + prefix_cache_bytes > free:
         raise ValueError(

@@ -29,7 +29,10 @@ class Captures:
             with torch.cuda.stream(self._stream):
                 warm_up()
                 self._stream.synchronize()
-                with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
+                # what other threads do meanwhile, a loader that pins memory say, is no part of it
+                with torch.cuda.graph(
+                    graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"
+                ):
                     work()
         finally:
             current.wait_stream(self._stream)

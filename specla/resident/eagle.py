@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specla.drafters.base import Exported
-from specla.drafters.network import Eagle as Network
+from specla.drafters.network import Eagle
 from specla.models.layers import DeltaMixer
 from specla.models.past import Prefill
 from specla.ops import triton as kernels
@@ -37,7 +37,7 @@ from specla.state import RecurrentSpec, Snapshot, StatePool
 from specla.tree import Tree
 
 
-def supports(network: Network, num_steps: int, topk: int) -> bool:
+def supports(network: Eagle, num_steps: int, topk: int) -> bool:
     """Whether a drafter has kernels: a delta layer with two to four taps on plain features, and so small a tree."""
     config = network.config
     return (
@@ -63,7 +63,7 @@ class Weights(NamedTuple):
     lm_head: Tensor | Int7Weight
 
     @classmethod
-    def of(cls, network: Network) -> Weights:
+    def of(cls, network: Eagle) -> Weights:
         """Those of a network as they are."""
         layer, mixer = network.layer, cast(DeltaMixer, network.layer.mixer)
         mlp = layer.mlp.gate_up_proj, layer.mlp.down_proj
@@ -77,7 +77,7 @@ class Weights(NamedTuple):
         )
 
 
-class Eagle:
+class EagleProposer:
     """A proposer with an `Eagle` network that `supports` allows.
 
     Args:
@@ -90,7 +90,7 @@ class Eagle:
 
     def __init__(
         self,
-        network: Network,
+        network: Eagle,
         num_slots: int,
         max_nodes: int,
         num_steps: int,
@@ -126,7 +126,7 @@ class Eagle:
         self.drafted_root = zeros(num_slots, 1) + room  # the first node of bank 1
         self.kept = [*self.backlog, self.rooted]
         self._held: dict[int, tuple[Tensor, int]] = {}
-        self._buckets = Buckets(captures or Captures(weight.device), self._work, LENGTHS)
+        self._buckets = Buckets(captures or Captures(weight.device), LENGTHS)
         self._by_graph = takes_prompt(self.memory.state)  # not heads too large, nor under the interpreter
 
     def width(self, batch: int) -> int:
@@ -139,7 +139,7 @@ class Eagle:
     def prepare(self) -> None:
         """Compile and capture what prompts of any length need."""
         for length in LENGTHS if self._by_graph else ():
-            self._buckets.of((), length)
+            self._buckets.of(self._work, (), length)
 
     def clear(self, slot: int) -> None:
         """Forget a slot, where a sequence is to begin."""
@@ -158,7 +158,7 @@ class Eagle:
 
     def absorb_pairs(self, slot: int, features: Tensor, tokens: list[int]) -> None:
         """Take pairs of features `[T, F]` and the tokens after them into a slot's committed state."""
-        bucket, room, run = self._buckets.of((), len(tokens))
+        bucket, room, run = self._buckets.of(self._work, (), len(tokens))
         room[: len(tokens)] = features
         bucket.fill([(slot, tokens)])
         run()

@@ -11,7 +11,7 @@ from torch import Tensor
 from specla.ops.triton.schedule import Schedule
 from specla.resident.slots import Slots
 from specla.resident.walk import Outcome
-from specla.resident.writes import Writes
+from specla.resident.writes import Writes, send
 from specla.sampling import Plan, Sampling, first_argmax, scores
 from specla.tree import Tree
 
@@ -43,7 +43,9 @@ class Narrow:
         writes.put(self.min_p, slot, min_p)
         writes.put(self.repetition_penalty, slot, repetition_penalty)
         if repetition_penalty != 1:
-            seen = torch.tensor(sorted(set(tokens))).to(self.seen.device, non_blocking=True)
+            ids = torch.tensor(sorted(set(tokens)))
+            seen = torch.empty_like(ids, device=self.seen.device)
+            send(ids, seen)
             self.seen[slot].fill_(False).index_fill_(0, seen, True)
 
 

@@ -69,13 +69,10 @@ Make = Callable[[LayerIds, int, int], tuple[Tensor, Work]]
 
 
 class Buckets:
-    """A bucket, and a graph of what is done with it, for each number of rows, their length, and a choice of streams.
+    """A bucket, and a graph of what is done with it, for each number of rows, their length, and a choice of streams."""
 
-    make: given the choice, rows and length, a tensor `[rows * length, F]` that goes with the bucket, and the work.
-    """
-
-    def __init__(self, captures: Captures, make: Make, lengths: Sequence[int]):
-        self._captures, self._make, self.lengths = captures, make, lengths
+    def __init__(self, captures: Captures, lengths: Sequence[int]):
+        self._captures, self.lengths = captures, lengths
         self._known: dict[tuple[LayerIds, int, int], tuple[Bucket, Tensor, Callable[[], None]]] = {}
 
     def room(self, length: int) -> int:
@@ -83,15 +80,19 @@ class Buckets:
         return max(1, self.lengths[-1] // next((n for n in self.lengths if n >= length), self.lengths[-1]))
 
     def of(
-        self, layer_ids: LayerIds, length: int, rows: int = 1
+        self, make: Make, layer_ids: LayerIds, length: int, rows: int = 1
     ) -> tuple[Bucket, Tensor, Callable[[], None]]:
-        """Bucket, tensor and graph for one stretch of up to `length` tokens, or for as many as there is room for."""
+        """Bucket, tensor and graph for one stretch of up to `length` tokens, or for as many as there is room for.
+
+        make: given the choice, rows and length, a tensor `[rows * length, F]` that goes with the bucket, and the work.
+            Always the same, and not kept: its owner owns the buckets, whose memory is to go when it goes.
+        """
         length = next(n for n in self.lengths if n >= length)
         rows = 1 if rows == 1 else self.room(length)
         known = self._known.get((layer_ids, rows, length))
         if known is None:
             bucket = Bucket(rows, length, self._captures.device)
-            tensor, work = self._make(layer_ids, rows, length)
+            tensor, work = make(layer_ids, rows, length)
             run = self._captures.capture(partial(work, bucket.stretch), partial(work, bucket.blank()))
             known = self._known[layer_ids, rows, length] = bucket, tensor, run
         return known
@@ -104,14 +105,14 @@ class Prompts:
         self, target: GatedDeltaNet, layers: Layers, captures: Captures, lengths: Sequence[int] = LENGTHS
     ):
         self.target, self.layers = target, layers
-        self._buckets = Buckets(captures, self._work, lengths)
+        self._buckets = Buckets(captures, lengths)
         self.room = self._buckets.room
 
     def prepare(self, layer_ids: LayerIds) -> None:
         """Compile and capture what prompts of any length need."""
         for length in self._buckets.lengths:
             for rows in {1, self.room(length)}:
-                self._buckets.of(layer_ids, length, rows)
+                self._buckets.of(self._work, layer_ids, length, rows)
 
     def read(self, stretches: Sequence[tuple[int, Sequence[int]]], layer_ids: LayerIds = ()) -> list[Tensor]:
         """Read the next tokens of slots, which are as many as `room` allows, none twice.
@@ -122,7 +123,7 @@ class Prompts:
         """
         once = tuple(dict.fromkeys(layer_ids))
         longest = max(len(ids) for _, ids in stretches)
-        bucket, streams, run = self._buckets.of(once, longest, len(stretches))
+        bucket, streams, run = self._buckets.of(self._work, once, longest, len(stretches))
         bucket.fill(stretches)
         run()
         if once != layer_ids:

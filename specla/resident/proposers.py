@@ -9,17 +9,17 @@ from torch import Tensor
 
 from specla.drafters import Drafter, EagleDrafter, LookupFirst, NgramDrafter, NoDrafter, SyntheticDrafter
 from specla.drafters.base import Exported
-from specla.drafters.network import Eagle as Network
+from specla.drafters.network import Eagle
 from specla.ops.triton import MAX_NODES
 from specla.resident import eagle
 from specla.resident.capture import Captures
 from specla.resident.drafts import Drafts
-from specla.resident.eagle import Eagle
+from specla.resident.eagle import EagleProposer
 from specla.resident.lookup import lookup
 from specla.resident.slots import Slots
 from specla.resident.synthetic import synthetic
 from specla.resident.walk import Outcome
-from specla.resident.writes import Writes
+from specla.resident.writes import Writes, send
 
 
 class Proposer(Protocol):
@@ -153,8 +153,7 @@ class Synthetic(TokenProposer):
         if key not in references:
             raise ValueError(f"no reference for key {key!r}; known are {list(references)}")
         reference = references[key][: self.reference.shape[1]]
-        tokens = torch.tensor(reference, dtype=torch.int32)
-        self.reference[slot, : len(reference)].copy_(tokens, non_blocking=True)
+        send(torch.tensor(reference, dtype=torch.int32), self.reference[slot, : len(reference)])
         writes.put(self.num_reference, slot, len(reference))
         writes.put(self.keys, slot, key)
 
@@ -174,7 +173,7 @@ def has_twin(drafter: Drafter) -> bool:
         return has_twin(drafter.other)
     if isinstance(drafter, EagleDrafter):
         network = drafter.network
-        return isinstance(network, Network) and eagle.supports(network, drafter.num_steps, drafter.topk)
+        return isinstance(network, Eagle) and eagle.supports(network, drafter.num_steps, drafter.topk)
     return isinstance(drafter, (NoDrafter, NgramDrafter, SyntheticDrafter))
 
 
@@ -187,14 +186,14 @@ def twin_of(
     Of a `LookupFirst` that is the other drafter alone, of a `NoDrafter` a lookup without room.
 
     Args:
-        most_beams: as `Eagle` has it.
+        most_beams: as `EagleProposer` has it.
     """
     assert has_twin(drafter)
     if isinstance(drafter, LookupFirst):
         return twin_of(drafter.other, num_slots, max_nodes, max_length, captures, most_beams)
     if isinstance(drafter, EagleDrafter):
-        assert isinstance(drafter.network, Network)
-        return Eagle(
+        assert isinstance(drafter.network, Eagle)
+        return EagleProposer(
             drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold, captures,
             most_beams,
         )  # fmt: skip

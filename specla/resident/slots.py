@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from specla.ops.checks import require
-from specla.resident.writes import Writes
+from specla.resident.writes import Writes, send
 
 DEFERRED = 4  # nodes at most that may stay pending over a round
 
@@ -60,7 +60,7 @@ class Slots:
         require(len(tokens) >= 1, "a sequence begins with at least one token")
         require(len(stop_ids) <= stops, f"a slot holds at most {stops} stop ids, got {len(stop_ids)}")
         kept = tokens[: self.history.shape[1]]
-        self.history[slot, : len(kept)].copy_(torch.tensor(kept, dtype=torch.int32), non_blocking=True)
+        send(torch.tensor(kept, dtype=torch.int32), self.history[slot, : len(kept)])
         writes.put(self.stop_ids, slot * stops, *stop_ids, *[-1] * (stops - len(stop_ids)))
         writes.put(self.root, slot, tokens[-1])
         writes.put(self.position, slot, len(tokens))

@@ -14,6 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
+STAGED = (
+    1 << 16
+)  # bytes of the host's memory that CUDA sets aside at once; for more it may wait for the stream
 _CODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f"}
 
 
@@ -41,8 +44,16 @@ class Writes:
             return
         packed = torch.tensor([*self._places, *self._words], dtype=torch.int64)
         packed = packed.to(self.device, non_blocking=True)
-        write_kernel[(triton.cdiv(count, BLOCK),)](packed, count, BLOCK=BLOCK, num_warps=1)
+        with torch.cuda.device_of(packed):
+            write_kernel[(triton.cdiv(count, BLOCK),)](packed, count, BLOCK=BLOCK, num_warps=1)
         self._places, self._words = [], []
+
+
+def send(numbers: Tensor, place: Tensor) -> None:
+    """Copy a vector of the host to one of its size and dtype, with nothing of the device's work waited for."""
+    size = STAGED // numbers.element_size()
+    for part, there in zip(numbers.split(size), place.split(size), strict=True):
+        there.copy_(part, non_blocking=True)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from specla.bench.decode import Decoded
 from specla.bench.resident import (
@@ -24,15 +23,14 @@ from specla.cli import main
 from specla.drafters import NoDrafter
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
-
-CPU = torch.device("cpu")
+from tests.ops.triton import DEVICE
 
 
 def test_told_trees_beside_a_drafter_at_work_change_no_token() -> None:
     config = replace(
         SHAPES["tiny"], vocab_size=64, hidden_size=32, num_hidden_layers=2, head_dim=8, intermediate_size=32
     )
-    target, network = random_target(config, 0, CPU).float(), random_network(config, 0, CPU).float()
+    target, network = random_target(config, 0, DEVICE).float(), random_network(config, 0, DEVICE).float()
     params = SamplingParams(max_tokens=6)
     plain = ResidentEngine(target, NoDrafter(), SpeculativeConfig(num_speculative_tokens=0), 1)
     want = run(plain, [[1, 2]], params, 1)

@@ -21,6 +21,7 @@ from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import Sequence
 from tests.drafters.eagles import make_eagle
 from tests.engine.residents import KINDS, check_counts, check_end, head, make, read_trees, target as hash_net
+from tests.ops.triton import DEVICE
 from tests.targets import VOCAB, make_target, prompt
 
 
@@ -38,7 +39,7 @@ def mini() -> LLM:
 def new_engine(kind: str, rng: random.Random) -> Any:
     """An engine of few slots whose steps read few tokens."""
     how: dict[str, Any] = {
-        "max_num_batched_tokens": rng.choice([128, 200, 300]),
+        "max_num_batched_tokens": rng.choice([128, 200, 300] if DEVICE.type == "cpu" else [512, 700]),
         "prefix_cache_bytes": rng.choice([0, 1 << 15, 1 << 22]),
     }
     config = SpeculativeConfig(num_speculative_tokens=7)

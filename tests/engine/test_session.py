@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specla import LLM, SamplingParams
 from tests.checkpoints import save_checkpoint
 
 GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+COUNTS = pytest.mark.skipif(torch.cuda.is_available(), reason="counts what graphs of prompts do not call")
 DRAWN = replace(GREEDY, temperature=1.0, seed=7)
 
 
@@ -50,6 +52,7 @@ def count_prefilled(llm: LLM) -> list[int]:
     return counts
 
 
+@COUNTS
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_a_session_goes_on_where_it_stopped(
@@ -71,6 +74,7 @@ def test_a_session_goes_on_where_it_stopped(
     assert read == [len(whole.prompt_token_ids) - 1]
 
 
+@COUNTS
 @pytest.mark.parametrize("drafter", ["none", "ngram"])
 def test_a_session_takes_more_text_in_between(checkpoint: Path, plain: LLM, drafter: str):
     llm, more = load(checkpoint, drafter, max_num_seqs=2), " on the mat"

@@ -16,12 +16,12 @@ import specla.engine.resident as resident
 import specla.resident.eagle as eagle
 import specla.resident.rounds as rounds
 from specla.drafters import NoDrafter
-from specla.drafters.network import Eagle as Network, EagleConfig
+from specla.drafters.network import Eagle, EagleConfig
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.reading import GRID_GPU, Pauses
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import Sequence
-from specla.resident.eagle import Eagle
+from specla.resident.eagle import EagleProposer
 from specla.resident.prompt import LENGTHS
 from tests.engine.residents import Request, check_end, going_on, head, make, read_trees
 from tests.ops.triton import DEVICE
@@ -105,7 +105,7 @@ def test_heads_too_large_for_buckets_are_read_by_the_target(
     config = SpeculativeConfig(num_speculative_tokens=3)
     engine = ResidentEngine(target, NoDrafter(), config, 2)
     assert (engine.prompts is None) == (head_dim > 256)
-    network = Network(
+    network = Eagle(
         EagleConfig(
             hidden_size=32,
             vocab_size=VOCAB,
@@ -116,7 +116,7 @@ def test_heads_too_large_for_buckets_are_read_by_the_target(
             intermediate_size=24,
         )
     )
-    drafter = Eagle(network.requires_grad_(False), 1, 4, 3, 1, None)
+    drafter = EagleProposer(network.requires_grad_(False), 1, 4, 3, 1, None)
     drafter.prepare()
     assert bool(drafter._buckets._known) == (head_dim <= 256)
 

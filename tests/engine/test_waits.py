@@ -40,11 +40,16 @@ class Waits(TorchFunctionMode):
             assert "device" not in options, "torch.tensor(.., device=..) waits"
         if name == "__setitem__" and isinstance(args[2], (int, float, bool)):
             assert args[0][args[1]].dim() > 0, "an assignment of a number to an element waits"
-        if name not in {"__len__", "__get__"} and not options.get("non_blocking"):
-            assert not any(x is y for x in args for y in self._of_host), f"{name} of the host's numbers waits"
+        of_host = any(x is y for x in args for y in self._of_host)
+        if name not in {"__len__", "__get__", "element_size", "empty_like", "split"} and not options.get(
+            "non_blocking"
+        ):
+            assert not of_host, f"{name} of the host's numbers waits"
         made = func(*args, **options)
         if name == "tensor":
             self._of_host.append(made)
+        if name == "split" and of_host:
+            self._of_host += made
         if name == "to":
             self._of_host = [x for x in self._of_host if x is not args[0]]
         return made
@@ -77,6 +82,7 @@ def test_joining_and_leaving_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) 
         lambda x: x[1].item(), lambda x: x.tolist(), lambda x: bool(x[0] == 1), lambda x: x.__setitem__(0, 2.0),
         lambda x: torch.tensor([1], device=x.device), lambda x: x.copy_(torch.tensor([1.0, 2.0])),
         lambda x: torch.tensor([1.0]).to(x.device),
+        lambda x: x.copy_(torch.tensor([1.0, 2.0, 3.0]).split(2)[0]),
         lambda x: x.index_fill_(0, torch.tensor([1]), 2.0),
     ],
 )  # fmt: skip

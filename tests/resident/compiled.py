@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from triton.runtime.jit import JITFunction
 
-from specla.drafters.network import Eagle as Network, EagleConfig
+from specla.drafters.network import Eagle, EagleConfig
 from specla.ops.triton import overlap
 from specla.resident.drafts import new_drafts
 from specla.resident.draw import draw
-from specla.resident.eagle import Eagle
+from specla.resident.eagle import EagleProposer
 from specla.resident.features import Backlog, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers
 from specla.resident.grow import begin, begin_levels, expand, finish
@@ -81,11 +81,11 @@ def prompts() -> None:
             hidden_size=256, vocab_size=VOCAB, draft_vocab_size=VOCAB, layer_ids=(0, 2), num_heads=2, head_dim=128,
             intermediate_size=256,
         )  # fmt: skip
-        network = Network(shape).requires_grad_(False)
+        network = Eagle(shape).requires_grad_(False)
         for name, weight in network.named_parameters():
             if weight.dim() == 2 and not name.endswith("conv_weight"):
                 weight.data = weight.data.to(dtype)
-        eagle = Eagle(network, 3, 5, 4, 2, None)
+        eagle = EagleProposer(network, 3, 5, 4, 2, None)
         eagle.absorb_pairs(1, torch.zeros(70, 512, dtype=dtype), [1] * 70)
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from itertools import cycle
 
 import pytest
 import torch
 
 from specla.drafters import Drafter, EagleDrafter, NoDrafter
-from specla.drafters.network import Eagle as Network, EagleConfig
+from specla.drafters.network import Eagle, EagleConfig
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import SequenceMetrics
 from specla.models.past import Prefill
-from specla.resident.eagle import Eagle, supports
+from specla.resident.eagle import EagleProposer, supports
 from tests.resident import DEVICE
 from tests.targets import VOCAB, make_target
 
@@ -23,12 +25,12 @@ PROMPTS = ([1, 2, 3, 4, 5], [7, 8], [4])
 SPECULATION = SpeculativeConfig(num_speculative_tokens=6, num_steps=4, topk=2)
 
 
-def make_network(**changes: object) -> Network:
+def make_network(**changes: object) -> Eagle:
     """Random weights with the target's embeddings and part of its head, so that some drafts are right."""
     target, generator = make_target("plain"), torch.Generator().manual_seed(1)
     shape = {"hidden_size": 32, "vocab_size": VOCAB, "draft_vocab_size": 40, "layer_ids": (0, 1, 2), "num_heads": 2,
              "head_dim": 8, "intermediate_size": 24}  # fmt: skip
-    network = Network(EagleConfig(**{**shape, **changes}))
+    network = Eagle(EagleConfig(**{**shape, **changes}))
     network.reset_parameters(generator)
     with torch.no_grad():
         for name, weight in network.named_parameters():
@@ -44,7 +46,7 @@ def decode(
     kind: type[Engine], drafter: Drafter, params: list[SamplingParams], most_beams: int | None = None
 ) -> list[tuple[list[int], SequenceMetrics]]:
     engine = kind(make_target("plain"), drafter, SPECULATION, max_num_seqs=2)
-    if isinstance(engine, ResidentEngine) and isinstance(engine.rounds.proposer, Eagle):
+    if isinstance(engine, ResidentEngine) and isinstance(engine.rounds.proposer, EagleProposer):
         engine.rounds.proposer.most_beams = most_beams
     sequences = [engine.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     while engine.has_work:
@@ -89,7 +91,7 @@ def test_auto_grows_narrower_trees_for_more_rows() -> None:
         proposer = ResidentEngine(
             copy.deepcopy(make_target("plain")).to(DEVICE), drafter, config, 1
         ).rounds.proposer
-        assert isinstance(proposer, Eagle)
+        assert isinstance(proposer, EagleProposer)
         assert [proposer.width(batch) for batch in (1, 4, 8, 16, 32, 128)] == widths
         assert [proposer.chains(batch) for batch in (1, 128)] == [False, widths[-1] == 1]
 
@@ -107,7 +109,7 @@ def test_what_has_no_kernels_stays_on_the_host() -> None:
 @torch.inference_mode()
 def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
     network = make_network(norm_before_residual=True).to(DEVICE)
-    ours, theirs = (Eagle(network, 3, 5, 4, 2, None) for _ in range(2))
+    ours, theirs = (EagleProposer(network, 3, 5, 4, 2, None) for _ in range(2))
     features = torch.randn(9, 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     tokens = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     (group,) = ours.pool.groups.values()
@@ -119,6 +121,13 @@ def test_pairs_of_a_prompt_are_read_by_a_graph_as_by_the_network() -> None:
     assert bool(group.state[:, 1].any())
     torch.testing.assert_close(group.state, expected.state, rtol=2e-4, atol=2e-4)
     torch.testing.assert_close(group.conv_state, expected.conv_state, rtol=2e-4, atol=2e-4)
+    memory = weakref.ref(group.state)
+    gc.disable()
+    try:
+        del ours, group
+        assert memory() is None, "what is dropped is gone at once"
+    finally:
+        gc.enable()
 
 
 @pytest.mark.usefixtures("recorded")
@@ -141,18 +150,18 @@ def test_rounds_without_drafts_are_read_like_all_others() -> None:
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="graphs call nothing that could be counted")
 def test_no_level_is_drafted_that_a_round_has_no_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     levels: list[int] = []
-    propose, level = Eagle.propose, Eagle._level
+    propose, level = EagleProposer.propose, EagleProposer._level
 
-    def counted_propose(self: Eagle, *args: object) -> None:
+    def counted_propose(self: EagleProposer, *args: object) -> None:
         levels.append(0)
         propose(self, *args)
 
-    def counted_level(self: Eagle, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def counted_level(self: EagleProposer, *args: object) -> tuple[torch.Tensor, torch.Tensor]:
         levels[-1] += 1
         return level(self, *args)
 
-    monkeypatch.setattr(Eagle, "propose", counted_propose)
-    monkeypatch.setattr(Eagle, "_level", counted_level)
+    monkeypatch.setattr(EagleProposer, "propose", counted_propose)
+    monkeypatch.setattr(EagleProposer, "_level", counted_level)
     engine = ResidentEngine(
         make_target("plain"), EagleDrafter(make_network(), 6, 4, 2, max_num_seqs=1), SPECULATION, 1
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import cache
 
 import pytest
@@ -123,6 +125,19 @@ def test_capturing_touches_no_slot_and_streams_may_be_any() -> None:
     for layer_ids, rows, kept in outcomes:
         assert all(same_bits(a, b) for a, b in zip(kept, state, strict=True))
         assert same_bits(rows, parts[:, list(layer_ids)].flatten(1))
+
+
+def test_what_is_dropped_is_gone_at_once() -> None:
+    """The states of an engine make room for those of the next, without a collection of cycles."""
+    reader = Reader("plain")
+    reader.read((0, TEXTS[0]), (1, TEXTS[1]))
+    state = weakref.ref(reader.layers.state)
+    gc.disable()
+    try:
+        del reader
+        assert state() is None
+    finally:
+        gc.enable()
 
 
 def test_room_is_that_of_the_longest_bucket() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from specla.resident.writes import BLOCK, Writes
+from specla.resident.writes import BLOCK, STAGED, Writes, send
 from tests.ops.strategies import same_bits
 from tests.resident import DEVICE, GARBAGE
 
@@ -49,3 +49,14 @@ def test_what_has_no_room_is_refused() -> None:
     writes.put(grid, 2, 7, 8)
     writes.make()
     assert grid.tolist() == [[0, 0, 7], [8, 0, 0]]
+
+
+@pytest.mark.parametrize("size", [0, 1, STAGED // 4, STAGED // 4 + 1, 3 * STAGED])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_long_vectors_arrive_whole(size: int, dtype: torch.dtype) -> None:
+    numbers, grid = (
+        torch.arange(size, dtype=dtype),
+        torch.full((3, size), GARBAGE, dtype=dtype, device=DEVICE),
+    )
+    send(numbers, grid[1])
+    assert same_bits(grid[1].cpu(), numbers) and bool((grid[::2] == GARBAGE).all())
