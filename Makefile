@@ -64,7 +64,7 @@ lint: .venv/.dev
 	$(BIN)/lint-imports
 
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 bench: .venv/.core
 	@$(BIN)/specla bench generate $(ARGS)
