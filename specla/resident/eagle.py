@@ -25,9 +25,11 @@ from specla.ops.triton.linear import FEW, Int7Weight, linear, linear_parts, quan
 from specla.ops.triton.norm import add_norm
 from specla.resident.capture import Captures
 from specla.resident.drafts import Drafts
+from specla.resident.extend import extend
 from specla.resident.features import Backlog, Reading, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers, Round, leave, logits_of, recur
 from specla.resident.grow import MAX_STEPS, begin, begin_levels, expand, finish
+from specla.resident.lookup import lookup
 from specla.resident.prompt import LENGTHS, Buckets, LayerIds, Stretch, Work, absorb
 from specla.resident.slots import Slots
 from specla.resident.top import MAX_WIDTH, top
@@ -35,6 +37,8 @@ from specla.resident.walk import Outcome
 from specla.resident.writes import Writes
 from specla.state import RecurrentSpec, Snapshot, StatePool
 from specla.tree import Tree
+
+REPEATED = 5  # tokens; fewer say no more than a network does (docs/results.md, "Why lookup first")
 
 
 def supports(network: Eagle, num_steps: int, topk: int) -> bool:
@@ -86,6 +90,8 @@ class EagleProposer:
         captures: makes the graphs through which prompts are read; None makes its own.
         most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`; None
             keeps them as they are.
+        repeats: whether trees go on with what followed when a text last had its last REPEATED tokens. What is drafted
+            from the network has half of the room then.
     """
 
     def __init__(
@@ -98,13 +104,14 @@ class EagleProposer:
         prune_threshold: float | None,
         captures: Captures | None = None,
         most_beams: int | None = None,
+        repeats: bool = False,
     ):
         config, weight = network.config, network.fc.weight
         self.network, self.layer_ids = network, config.layer_ids
         self.full = Weights.of(network)
         self.narrow = self.full.narrow()
         self.num_steps, self.topk, self.prune_threshold = num_steps, topk, prune_threshold
-        self.most_beams = most_beams
+        self.most_beams, self.repeats = most_beams, repeats
         self.max_nodes = max_nodes
         self.nodes = 1 + (num_steps - 1) * topk  # that are drafted from
         heads, dim = config.num_heads, config.head_dim
@@ -228,6 +235,12 @@ class EagleProposer:
             self.rooted[:batch].zero_()
             out.tokens.copy_(slots.root[:batch, None])
             return
+        chain = Drafts(*map(torch.empty_like, out)) if self.repeats else None
+        if chain is not None:
+            lookup(
+                rows, slots, limit, chain, max_ngram=REPEATED, min_ngram=REPEATED, periodic=True,
+                others=backlog.limits,
+            )  # fmt: skip
         network, width = self.network, self.width(batch)
         num_steps = min(self.num_steps, size - 1)  # what is deeper would not fit
         grown = begin(batch, width, num_steps, rows.device)
@@ -243,6 +256,8 @@ class EagleProposer:
             )
         scores = torch.empty(batch, size, device=rows.device)
         finish(grown, backlog.limits, rows, slots, out, scores, self.prune_threshold)
+        if chain is not None:
+            extend(out, chain, rows, slots, limit, branches=width > 1)
 
     def _read(self, rows: Tensor, backlog: Reading, length: int) -> tuple[Tensor, Tensor, Tensor]:
         """Read the backlog; of the last token of each row the projections, as node 0 of `[B, nodes, P]`, the layer's

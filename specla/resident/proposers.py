@@ -179,23 +179,24 @@ def has_twin(drafter: Drafter) -> bool:
 
 def twin_of(
     drafter: Drafter, num_slots: int, max_nodes: int, max_length: int, captures: Captures,
-    most_beams: int | None = None,
+    most_beams: int | None = None, repeats: bool = False,
 ) -> Proposer:  # fmt: skip
     """What stands for a drafter on the device.
 
-    Of a `LookupFirst` that is the other drafter alone, of a `NoDrafter` a lookup without room.
+    A `LookupFirst` has either drafter's drafts in one tree, where the other one is trained; else that one stands for
+    it alone. For a `NoDrafter` it is a lookup without room.
 
     Args:
-        most_beams: as `EagleProposer` has it.
+        most_beams, repeats: as `EagleProposer` has them.
     """
     assert has_twin(drafter)
     if isinstance(drafter, LookupFirst):
-        return twin_of(drafter.other, num_slots, max_nodes, max_length, captures, most_beams)
+        return twin_of(drafter.other, num_slots, max_nodes, max_length, captures, most_beams, repeats=True)
     if isinstance(drafter, EagleDrafter):
         assert isinstance(drafter.network, Eagle)
         return EagleProposer(
             drafter.network, num_slots, max_nodes, drafter.num_steps, drafter.topk, drafter.prune_threshold, captures,
-            most_beams,
+            most_beams, repeats,
         )  # fmt: skip
     if isinstance(drafter, SyntheticDrafter):
         return Synthetic(drafter, num_slots, max_length, captures.device)

@@ -13,6 +13,7 @@ from specla.ops.triton import overlap
 from specla.resident.drafts import new_drafts
 from specla.resident.draw import draw
 from specla.resident.eagle import EagleProposer
+from specla.resident.extend import extend
 from specla.resident.features import Backlog, gather, keep, pair_norm, take_last
 from specla.resident.forward import Layers
 from specla.resident.grow import begin, begin_levels, expand, finish
@@ -37,6 +38,9 @@ def main() -> None:
     for size in (1, 16, 17, 64):
         slots, drafts = new_slots(3, size, 5000, 2, "cpu"), new_drafts(2, size, "cpu")
         lookup(rows, slots, limit, drafts)
+        lookup(rows, slots, limit, drafts, max_ngram=5, min_ngram=5, periodic=True, others=rows)
+        for branches in (False, True):
+            extend(drafts, new_drafts(2, size, "cpu"), rows, slots, limit, branches=branches)
         for topk, rates in ((1, torch.float32), (3, torch.float64)):
             synthetic(
                 rows, slots, slots.history, slots.root, slots.seed, torch.ones(4, dtype=rates), limit, drafts,

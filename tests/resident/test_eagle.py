@@ -10,15 +10,19 @@ from itertools import cycle
 import pytest
 import torch
 
-from specla.drafters import Drafter, EagleDrafter, NoDrafter
+from specla.drafters import Drafter, EagleDrafter, LookupFirst, NoDrafter
 from specla.drafters.network import Eagle, EagleConfig
 from specla.engine.engine import Engine
 from specla.engine.params import SamplingParams, SpeculativeConfig
 from specla.engine.resident import ResidentEngine
 from specla.engine.sequence import SequenceMetrics
 from specla.models.past import Prefill
+from specla.resident.drafts import new_drafts
 from specla.resident.eagle import EagleProposer, supports
+from specla.resident.slots import new_slots
+from specla.resident.writes import Writes
 from tests.resident import DEVICE
+from tests.resident.test_extend import extended
 from tests.targets import VOCAB, make_target
 
 PROMPTS = ([1, 2, 3, 4, 5], [7, 8], [4])
@@ -172,3 +176,55 @@ def test_no_level_is_drafted_that_a_round_has_no_room_for(monkeypatch: pytest.Mo
     for _ in budgets:
         engine.step()
     assert levels[: len(budgets)] == [3, 2, 1, 0, 0]
+
+
+@torch.inference_mode()
+def test_where_a_text_repeats_itself_the_tree_goes_on_as_it_did() -> None:
+    """Half of the room is the network's then; elsewhere all of it."""
+    network, size = make_network().to(DEVICE), 9
+    texts = [
+        [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5],
+        [9, 1, 2, 3, 4, 1, 2, 3, 4],
+    ]  # five tokens again, and four
+    features = torch.randn(len(texts), 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    found: dict[tuple[bool, int], list[tuple[list[int], list[int]]]] = {}
+    for repeats, most in ((True, 8), (False, 8), (False, 4)):
+        slots, limit = (
+            new_slots(2, size, 32, 1, DEVICE),
+            torch.full((2,), most, dtype=torch.int32, device=DEVICE),
+        )
+        proposer, out = (
+            EagleProposer(network, 2, size, 4, 2, None, repeats=repeats),
+            new_drafts(2, size, DEVICE),
+        )
+        for slot, text in enumerate(texts):
+            writes = Writes(DEVICE)
+            slots.admit(writes, slot, text, remaining=99)
+            proposer.read(slot, features[slot : slot + 1], text[-1:])
+            proposer.admit(writes, slot, slot, size)
+            writes.make()
+        rows = torch.arange(2, dtype=torch.int32, device=DEVICE)
+        proposer.propose(rows, slots, limit, out, False, size)
+        counts = out.num_nodes.tolist()
+        found[repeats, most] = [
+            (out.tokens[b, :count].tolist(), out.parent[b, :count].tolist()) for b, count in enumerate(counts)
+        ]
+    assert len(found[False, 8][0][0]) == 9 and len(found[False, 4][0][0]) == 5
+    chain = [5, 6, 7, 8, 1, 2, 3, 4, 5]
+    assert found[True, 8] == [extended(*found[False, 4][0], chain, 8, True), found[False, 8][1]]
+    assert len(found[True, 8][0][0]) == 9, "all of the room is used"
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="compares with the host's engine")
+def test_auto_looks_up_what_a_text_repeats() -> None:
+    drafter = LookupFirst(EagleDrafter(make_network(), 6, 4, 2, max_num_seqs=2), 6)
+    engine = ResidentEngine(make_target("plain"), drafter, SPECULATION, max_num_seqs=1)
+    assert isinstance(engine.rounds.proposer, EagleProposer) and engine.rounds.proposer.repeats
+    host = Engine(make_target("plain"), NoDrafter(), SPECULATION, max_num_seqs=1)
+    outputs = []
+    for each in (host, engine):
+        sequence = each.add([*PROMPTS[0] * 3], SamplingParams(max_tokens=6, temperature=0.7, seed=1))
+        while each.has_work:
+            each.step()
+        outputs.append(sequence.output)
+    assert outputs[0] == outputs[1] and sequence.metrics.num_draft_tokens > 0

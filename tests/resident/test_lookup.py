@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -13,20 +15,23 @@ from tests.ops.triton import full_size
 from tests.resident import admit, copied, garbage_drafts, garbage_slots, ints, same_slots
 
 
-def looked_up(rows: list[int], slots: Slots, limit: int, size: int, **ngram: int) -> Drafts:
+def looked_up(rows: list[int], slots: Slots, limit: int, size: int, **ngram: Any) -> Drafts:
     out, before = garbage_drafts(len(rows), size), copied(slots)
     lookup(ints(rows), slots, ints([limit] * len(slots.root)), out, **ngram)
     assert same_slots(slots, before)
     return out
 
 
-def chain(tokens: list[int], most: int, max_ngram: int = 4, min_ngram: int = 1) -> list[int]:
+def chain(
+    tokens: list[int], most: int, max_ngram: int = 4, min_ngram: int = 1, periodic: bool = False
+) -> list[int]:
     """The tokens of the tree that the eager index leads to, the root first."""
     index = NgramIndex(min_ngram, max_ngram)
     index.extend(tokens)
     matches = index.matches(tokens)
     place = matches[0][0] if matches else len(tokens)
-    return [tokens[-1], *tokens[place:][: max(0, most)]]
+    after = tokens[place:] * (max(1, most) if periodic else 1)
+    return [tokens[-1], *after[: max(0, most)]]
 
 
 def check(out: Drafts, b: int, want: list[int]) -> None:
@@ -41,24 +46,30 @@ histories = st.integers(1, 3).flatmap(lambda most: st.lists(st.integers(0, most)
 
 @given(
     st.lists(st.tuples(histories, st.integers(1, 9)), min_size=1, max_size=4),
-    st.integers(-1, 12), st.integers(1, 10), st.integers(1, 5), st.integers(1, 5), st.integers(1, 12),
+    st.integers(-1, 12), st.integers(1, 10), st.integers(1, 5), st.integers(1, 5), st.integers(1, 12), st.booleans(),
     st.randoms(use_true_random=False),
 )  # fmt: skip
-def test_the_latest_longest_match_is_followed(rows, limit, size, one, other, steps, random) -> None:
+def test_the_latest_longest_match_is_followed(rows, limit, size, one, other, steps, periodic, random) -> None:
     min_ngram, max_ngram = sorted((one, other))
     slots = garbage_slots(6, size, 40, 1)
     owners = random.sample(range(6), len(rows))
     for slot, (tokens, remaining) in zip(owners, rows, strict=True):
         admit(slots, slot, tokens, remaining=remaining)
     owners.insert(random.randint(0, len(rows)), -1)
-    out = looked_up(owners, slots, limit, size, max_ngram=max_ngram, min_ngram=min_ngram, num_steps=steps)
+    theirs = ints(range(len(owners)))
+    out = looked_up(
+        owners, slots, limit, size, max_ngram=max_ngram, min_ngram=min_ngram, num_steps=steps, periodic=periodic,
+        others=theirs,
+    )  # fmt: skip
+    assert theirs.tolist() == [(b + 1) // 2 if out.num_nodes[b] > 1 else b for b in range(len(owners))]
     held = dict(zip((slot for slot in owners if slot >= 0), rows, strict=True))
     for b, slot in enumerate(owners):
         if slot < 0:
             check(out, b, [0])
             continue
         tokens, remaining = held[slot]
-        check(out, b, chain(tokens, min(size - 1, limit, remaining - 1, steps), max_ngram, min_ngram))
+        most = min(size - 1, limit, remaining - 1, steps)
+        check(out, b, chain(tokens, most, max_ngram, min_ngram, periodic))
 
 
 @given(st.integers(2, 4), st.integers(BLOCK - 9, 2 * BLOCK + 100), st.integers(0, 2**31))
