@@ -23,7 +23,7 @@ from specla.models.language_model import LanguageModel
 from specla.models.loader import load_target, resolve_dtype
 from specla.modes import AUTO, MODES
 from specla.ops.triton import use_kernels
-from specla.state import AttentionSpec, RecurrentSpec
+from specla.state import AttentionSpec, RecurrentSpec, StatePool
 from specla.tokenizer import load_tokenizer
 
 DRAFTED, DIM, PLAIN = "\033[32m", "\033[2m", "\033[0m"
@@ -137,14 +137,15 @@ def describe(model: str | None = None, device: str = "auto", dtype: str = "auto"
     about: dict[str, str | int] = {"model": "none bundled"}
     if model is not None or directory.is_dir():
         target = load_target(directory, chosen, work)
-        if not target.new_pool(1, 2).takes_parallel:
+        pool = target.new_pool(1, 2)
+        if not pool.takes_parallel:
             others.remove("parallel")
-        about = _describe_model(directory, target)
+        about = _describe_model(directory, target, pool)
     return facts | {"verify": f"auto = {auto}; others: {', '.join(others)}"} | about
 
 
-def _describe_model(directory: Path, target: LanguageModel) -> dict[str, str | int]:
-    config, pool = target.config, target.new_pool(1, 2)
+def _describe_model(directory: Path, target: LanguageModel, pool: StatePool) -> dict[str, str | int]:
+    config = target.config
     layers = f"{config.num_hidden_layers} of hidden size {config.hidden_size}"
     specs = target.state_specs()
     for spec in dict.fromkeys(spec for spec in specs if isinstance(spec, AttentionSpec)):

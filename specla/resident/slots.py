@@ -18,8 +18,8 @@ DEFERRED = 4  # nodes at most that may stay pending over a round
 class Slots:
     """Device tensors with one entry for each of S slots; `new_slots` makes them.
 
-    Paths run from the root down. Entries of `path` beyond `count`, of `pending_path` beyond `num_pending` and of
-    `history` from `position` on may hold anything.
+    Paths run from the root down. Entries of `path` beyond `count`, but for the root's, of `pending_path` beyond
+    `num_pending` and of `history` from `position` on may hold anything.
     """
 
     root: Tensor  # int32 [S] the token to be read next
@@ -67,6 +67,9 @@ class Slots:
         writes.put(self.remaining, slot, remaining)
         for nothing in (self.count, self.num_pending, self.lag):
             writes.put(nothing, slot, 0)
+        writes.put(
+            self.path, slot * self.path.shape[1], 0
+        )  # where a drafter finds what it holds of the prompt
         writes.put(self.due, slot, 1)
         writes.put(self.temperature, slot, temperature)
         writes.put(self.seed, slot, seed)

@@ -19,9 +19,7 @@ from specla.engine.sequence import SequenceMetrics
 from specla.models.past import Prefill
 from specla.resident.drafts import new_drafts
 from specla.resident.eagle import EagleProposer, supports
-from specla.resident.slots import new_slots
-from specla.resident.writes import Writes
-from tests.resident import DEVICE
+from tests.resident import DEVICE, admit, garbage_slots, ints
 from tests.resident.test_extend import extended
 from tests.targets import VOCAB, make_target
 
@@ -182,29 +180,18 @@ def test_no_level_is_drafted_that_a_round_has_no_room_for(monkeypatch: pytest.Mo
 def test_where_a_text_repeats_itself_the_tree_goes_on_as_it_did() -> None:
     """Half of the room is the network's then; elsewhere all of it."""
     network, size = make_network().to(DEVICE), 9
-    texts = [
-        [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5],
-        [9, 1, 2, 3, 4, 1, 2, 3, 4],
-    ]  # five tokens again, and four
+    five_again, four_again = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5], [9, 1, 2, 3, 4, 1, 2, 3, 4]
+    texts = [five_again, four_again]
     features = torch.randn(len(texts), 96, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     found: dict[tuple[bool, int], list[tuple[list[int], list[int]]]] = {}
     for repeats, most in ((True, 8), (False, 8), (False, 4)):
-        slots, limit = (
-            new_slots(2, size, 32, 1, DEVICE),
-            torch.full((2,), most, dtype=torch.int32, device=DEVICE),
-        )
-        proposer, out = (
-            EagleProposer(network, 2, size, 4, 2, None, repeats=repeats),
-            new_drafts(2, size, DEVICE),
-        )
+        slots, out = garbage_slots(2, size, 32, 1), new_drafts(2, size, DEVICE)
+        proposer = EagleProposer(network, 2, size, 4, 2, None, repeats=repeats)
         for slot, text in enumerate(texts):
-            writes = Writes(DEVICE)
-            slots.admit(writes, slot, text, remaining=99)
+            admit(slots, slot, text, remaining=99)
             proposer.read(slot, features[slot : slot + 1], text[-1:])
-            proposer.admit(writes, slot, slot, size)
-            writes.make()
-        rows = torch.arange(2, dtype=torch.int32, device=DEVICE)
-        proposer.propose(rows, slots, limit, out, False, size)
+            admit(proposer, slot, slot, size)
+        proposer.propose(ints([0, 1]), slots, ints([most] * 2), out, False, size)
         counts = out.num_nodes.tolist()
         found[repeats, most] = [
             (out.tokens[b, :count].tolist(), out.parent[b, :count].tolist()) for b, count in enumerate(counts)

@@ -14,6 +14,7 @@ def test_admission_fills_one_slot() -> None:
     admit(slots, 1, [5, 6, 7], remaining=8, temperature=0.7, seed=-(2**63), stop_ids={3})
     assert same_slots(slots, before, but=[1])
     assert (slots.root[1], slots.position[1], slots.remaining[1], slots.count[1]) == (7, 3, 8, 0)
+    assert slots.path[1, 0] == 0
     assert slots.temperature[1] == torch.tensor(0.7) and slots.seed[1] == -(2**63)
     assert slots.stop_ids[1].tolist() == [3, -1] and slots.history[1, :3].tolist() == [5, 6, 7]
     admit(slots, 1, range(9), remaining=1)
