@@ -19,8 +19,8 @@ from specla.sampling import gumbel_noise
 from specla.tree import Tree
 
 # Were the drafter's logits the target's own, the largest after the noise, if there is any, would be drawn for certain.
-# As they are not, the chances are taken as a softmax, the flatter the larger this is.
-DOUBT = 0.7
+# As they are not, the chances are taken as a softmax, the flatter the larger these: at temperatures above 0, and at 0.
+DOUBT, GREEDY_DOUBT = 0.7, 0.5
 
 
 @dataclass
@@ -190,7 +190,7 @@ class _Bend:
         self.warm = any(row.temperature > 0 for row in rows)
         self.token_ids, self.vocab_size = token_ids, vocab_size
         self.temperature = column([float(row.temperature) for row in rows])[:, None, None]
-        self.scale = torch.where(self.temperature > 0, self.temperature, 1.0) * DOUBT
+        self.scale = torch.where(self.temperature > 0, self.temperature * DOUBT, GREEDY_DOUBT)
         self.seed, self.position = (
             column([row.seed for row in rows]),
             column([len(row.tokens) for row in rows]),

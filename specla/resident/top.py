@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from specla.drafters.eagle import DOUBT
+from specla.drafters.eagle import DOUBT, GREEDY_DOUBT
 from specla.ops.triton.counters import counters
 from specla.ops.triton.linear import PROGRAMS
 from specla.ops.triton.overlap import launch_options
@@ -37,8 +37,8 @@ def top(
 ) -> tuple[Tensor, Tensor]:
     """The `width` likeliest tokens of each row of logits and their log-probabilities, best first.
 
-    Those of `logits / DOUBT`; with noise, at a temperature above 0, of `(logits + temperature * noise) / (temperature *
-    DOUBT)`. Equal ones rank by their token, lowest first.
+    Those of `logits / GREEDY_DOUBT`; with noise, at a temperature above 0, of `(logits + temperature * noise) /
+    (temperature * DOUBT)`. Equal ones rank by their token, lowest first.
 
     Args:
         logits: fp32 `[R, V]`, any stride but the last, which is 1; as many rows for each tree, one after another.
@@ -72,7 +72,7 @@ def top(
         logits.new_empty(total, chunks, padded, dtype=torch.int64), logits.new_empty(total, 2, chunks),
         counters(total, logits.device), values, ids, logits.stride(0),
         V=vocab, W=width, WP=padded, BEAMS=beams, HELD=held, C=chunk, CHUNKS=chunks,
-        CP=triton.next_power_of_2(chunks), NOISY=noisy, DOUBT=DOUBT,
+        CP=triton.next_power_of_2(chunks), NOISY=noisy, DOUBT=DOUBT, GREEDY_DOUBT=GREEDY_DOUBT,
         num_warps=min(16, max(1, chunk // 256)), **launch_options(logits.device),
         enable_fp_fusion=False,  # torch rounds the product before the sum
     )  # fmt: skip
@@ -113,7 +113,8 @@ def best_keys(key, W: tl.constexpr, WP: tl.constexpr):
 def top_kernel(
     logits, rows, temperature, seed, position, token_ids, depth, keys, stats, arrived, values, ids, s_r,
     V: tl.constexpr, W: tl.constexpr, WP: tl.constexpr, BEAMS: tl.constexpr, HELD: tl.constexpr, C: tl.constexpr,
-    CHUNKS: tl.constexpr, CP: tl.constexpr, NOISY: tl.constexpr, DOUBT: tl.constexpr, PDL: tl.constexpr,
+    CHUNKS: tl.constexpr, CP: tl.constexpr, NOISY: tl.constexpr, DOUBT: tl.constexpr, GREEDY_DOUBT: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -124,17 +125,17 @@ def top_kernel(
         return
     o_v, o_w = i_c * C + tl.arange(0, C), tl.arange(0, WP)
     real = o_v < V
-    noise, scale = tl.zeros([C], tl.float32), 1.0
+    noise, scale = tl.zeros([C], tl.float32), GREEDY_DOUBT + 0.0
     if NOISY:
         heat = tl.load(temperature + slot)
         if heat > 0:
             token = tl.load(token_ids + o_v, real, other=0).to(tl.int32)
             b_g = gumbel_noise(tl.load(seed + slot), tl.load(position + slot) + depth, token)
-            noise, scale = heat * b_g.to(tl.float32), heat
+            noise, scale = heat * b_g.to(tl.float32), heat * DOUBT
     for i in range(HELD):
         i_r = i_first + i
         x = tl.load(logits + i_r * s_r + o_v, real, other=-float("inf"))
-        x = tl.div_rn(x + noise, scale * DOUBT)
+        x = tl.div_rn(x + noise, scale)
         most = tl.max(x, 0)
         mass = tl.sum(tl.exp(x - tl.where(most == -float("inf"), 0.0, most)), 0)
         best = best_keys(tl.where(real, rank_key(x, o_v), LOWEST), W, WP)

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies as st
 from torch import Tensor
 
 from specla.drafters.base import DraftRow
-from specla.drafters.eagle import DOUBT, _Bend
+from specla.drafters.eagle import GREEDY_DOUBT, _Bend
 from specla.ops.triton.counters import counters
 from specla.resident import top as module
 from specla.resident.slots import Slots, new_slots
@@ -77,7 +77,7 @@ def run(
 
 def doubted(logits: Tensor) -> Tensor:
     """What is ranked where no noise comes in."""
-    return logits / torch.tensor(DOUBT, device=logits.device)
+    return logits / torch.tensor(GREEDY_DOUBT, device=logits.device)
 
 
 def check(found: tuple[Tensor, Tensor], logits: Tensor, rows: list[int], width: int) -> None:

@@ -52,6 +52,27 @@ def splits(out_features: int, in_features: int) -> int:
     return max(1, min(wanted, MAX_SPLIT, in_features // 256))
 
 
+class Tiles(NamedTuple):
+    """What a program takes on, and how. Bits do not depend on it."""
+
+    outputs: int
+    rows: int
+    inputs: int  # at a time
+    warps: int
+    stages: int
+
+
+def tiles(rows: int, wide: bool, narrow: bool) -> Tiles:
+    """For so many rows, fp32 if they are wide, and a weight of seven bits if it is narrow."""
+    tile = min(128, max(16, triton.next_power_of_2(rows)))
+    if narrow and tile <= FEW:
+        return Tiles(32, tile, 256, 4, 4 if tile == 16 else 3)
+    outputs, warps = (TILE, 4) if tile == 16 else (2 * TILE, 8)
+    if wide:
+        return Tiles(outputs, tile, 64, warps, 3)
+    return Tiles(outputs, tile, 64 if tile > 32 else 128, warps, 3 if tile == 32 else 4)
+
+
 def linear(x: Tensor, weight: Tensor | Int7Weight, out: Tensor | None = None) -> Tensor:
     """`x @ weight.T` for x `[M, in]` and weight `[out, in]` of one dtype, bf16, fp16 or fp32, rows contiguous.
 
@@ -92,13 +113,7 @@ def _launch(
         return
     split = splits(outputs, in_features)
     wide = x.dtype == torch.float32
-    BR = min(128, max(16, triton.next_power_of_2(rows)))
-    BM, BK = (TILE, 128) if BR == 16 else (2 * TILE, 128 if BR == 32 else 64)
-    warps, stages = BM // 16, 3 if BR == 32 else 4
-    if wide:
-        BK, stages = 64, 3
-    if scale is not None and BR <= FEW:
-        BM, BK, warps, stages = 32, 256, 4, 4 if BR == 16 else 3
+    BM, BR, BK, warps, stages = tiles(rows, wide, scale is not None)
     # rows go by first, so that a weight that several of their tiles read comes from memory once
     grid = (triton.cdiv(rows, BR), triton.cdiv(outputs, BM), split)
     gathers = split > 1 and not parts
