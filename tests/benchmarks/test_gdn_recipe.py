@@ -15,6 +15,7 @@ import pytest
 from benchmarks.gdn_1p3b import recipe, stages
 from benchmarks.gdn_1p3b.plan import SHAPES, Machine, flops_per_token, parameters, target_needs
 from benchmarks.gdn_1p3b.plots import plot
+from benchmarks.gdn_1p3b.tables import markdown
 from specla.models.loader import load_target
 from specla.train.data import TokenDataset
 from specla.train.tokenizer import train_tokenizer
@@ -88,6 +89,31 @@ def test_a_table_becomes_pictures(done: Path, tmp_path: Path) -> None:
     written = plot(table, tmp_path / "plots")
     assert [path.name for path in written] == ["ways-0.png", "curve.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+
+
+def test_a_table_becomes_markdown_with_every_figure(done: Path) -> None:
+    table = json.loads((done / "table.json").read_text())
+    table["parts"] = [{"batch": 2, "way": "chain 8", "ms": {"propose": 0.25, "verify": 1.5}}]
+    table["rows"][0] |= {"diverged": 3}
+    *ways, curve, parts = markdown(table).split("\n\n")
+    assert len(ways) == 2 and "3 of 4" in ways[0]
+    for text, batch in zip(ways, (1, 2), strict=True):
+        lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()]
+        assert len({len(line) for line in lines}) == 1 and lines[0][:3] == [
+            f"temperature 0, B = {batch}",
+            "gsm8k",
+            "mixed",
+        ]
+        for row in (row for row in table["rows"] if row["batch"] == batch):
+            (line,) = (line for line in lines if line[0] == row["way"])
+            cell = line[lines[0].index(row["suite"])]
+            assert cell.startswith(f"{row['speedup']:.2f}x") and cell.endswith(
+                f"{row['acceptance_length']:.2f}"
+            )
+    assert (
+        all(f"{point['speedup']:.2f}" in curve for point in table["curve"]) and len(curve.splitlines()) == 5
+    )
+    assert parts.splitlines()[-1] == "| B = 2, chain 8 | 0.250 | 1.500 |"
 
 
 def test_rollouts_are_windows_of_the_drafter(done: Path) -> None:
