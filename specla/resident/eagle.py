@@ -88,8 +88,8 @@ class EagleProposer:
         max_nodes: of the target's trees, the root included.
         num_steps, topk, prune_threshold: as `EagleDrafter` has them.
         captures: makes the graphs through which prompts are read; None makes its own.
-        most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`; None
-            keeps them as they are.
+        most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`. Those
+            that branch are then no deeper than half of their nodes. None keeps trees as they are.
         repeats: whether trees go on with what followed when a text last had its last REPEATED tokens. What is drafted
             from the network has half of the room then.
     """
@@ -139,6 +139,11 @@ class EagleProposer:
     def width(self, batch: int) -> int:
         """Live nodes of a level in each of so many trees."""
         return self.topk if self.most_beams is None else max(1, min(self.topk, self.most_beams // batch))
+
+    def depth(self, batch: int, size: int) -> int:
+        """Levels of each of so many trees of so many nodes: deeper ones would not fit, or cost more than they bring."""
+        most = min(self.num_steps, size - 1)
+        return most if self.most_beams is None or self.chains(batch) else min(most, max(3, size // 2))
 
     def chains(self, batch: int) -> bool:
         return self.width(batch) == 1
@@ -241,8 +246,7 @@ class EagleProposer:
                 rows, slots, limit, chain, max_ngram=REPEATED, min_ngram=REPEATED, periodic=True,
                 others=backlog.limits,
             )  # fmt: skip
-        network, width = self.network, self.width(batch)
-        num_steps = min(self.num_steps, size - 1)  # what is deeper would not fit
+        network, width, num_steps = self.network, self.width(batch), self.depth(batch, size)
         grown = begin(batch, width, num_steps, rows.device)
         levels = begin_levels(backlog.num_tokens, self.rooted[:batch], width, num_steps)
         expand(grown, levels, 0, *self._top(normed, rows, slots, 0, noisy), rows, network.token_ids)

@@ -83,11 +83,11 @@ def test_trees_that_must_be_narrow_are_those_of_a_narrow_drafter() -> None:
         assert a.accepted_per_round == b.accepted_per_round
 
 
-def test_auto_grows_narrower_trees_for_more_rows() -> None:
+def test_auto_grows_narrower_trees_for_more_rows_and_flatter_ones_for_fewer_nodes() -> None:
     network = make_network().to(DEVICE)
-    for config, widths in (
-        (SpeculativeConfig(topk=4), [4, 4, 4, 2, 1, 1]),
-        (SpeculativeConfig(7, topk=4), [4] * 6),
+    for config, widths, flat in (
+        (SpeculativeConfig(topk=4), [4, 4, 4, 2, 1, 1], [1, 3, 4, 8]),
+        (SpeculativeConfig(7, topk=4), [4] * 6, [1, 3, 7, 8]),
     ):
         drafter = EagleDrafter(network, config.max_draft, config.num_steps, config.topk, max_num_seqs=1)
         proposer = ResidentEngine(
@@ -96,6 +96,8 @@ def test_auto_grows_narrower_trees_for_more_rows() -> None:
         assert isinstance(proposer, EagleProposer)
         assert [proposer.width(batch) for batch in (1, 4, 8, 16, 32, 128)] == widths
         assert [proposer.chains(batch) for batch in (1, 128)] == [False, widths[-1] == 1]
+        assert [proposer.depth(1, size) for size in (2, 4, 8, 16)] == flat
+        assert [proposer.depth(32, size) for size in (2, 4, 8, 16)] == [1, 3, 7, 8]
 
 
 def test_what_has_no_kernels_stays_on_the_host() -> None:
