@@ -89,7 +89,7 @@ class EagleProposer:
         num_steps, topk, prune_threshold: as `EagleDrafter` has them.
         captures: makes the graphs through which prompts are read; None makes its own.
         most_beams: live nodes of a level, of all trees together, beyond which trees grow narrower than `topk`. Those
-            that branch are then no deeper than half of their nodes. None keeps trees as they are.
+            that branch are then no deeper than half of their nodes, or three levels. None keeps trees as they are.
         repeats: whether trees go on with what followed when a text last had its last REPEATED tokens. What is drafted
             from the network has half of the room then.
     """
