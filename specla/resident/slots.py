@@ -67,9 +67,8 @@ class Slots:
         writes.put(self.remaining, slot, remaining)
         for nothing in (self.count, self.num_pending, self.lag):
             writes.put(nothing, slot, 0)
-        writes.put(
-            self.path, slot * self.path.shape[1], 0
-        )  # where a drafter finds what it holds of the prompt
+        # where a drafter finds what it holds of the prompt
+        writes.put(self.path, slot * self.path.shape[1], 0)
         writes.put(self.due, slot, 1)
         writes.put(self.temperature, slot, temperature)
         writes.put(self.seed, slot, seed)

@@ -125,7 +125,7 @@ def top_kernel(
         return
     o_v, o_w = i_c * C + tl.arange(0, C), tl.arange(0, WP)
     real = o_v < V
-    noise, scale = tl.zeros([C], tl.float32), GREEDY_DOUBT + 0.0
+    noise, scale = tl.zeros([C], tl.float32), GREEDY_DOUBT
     if NOISY:
         heat = tl.load(temperature + slot)
         if heat > 0:

@@ -14,9 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 128
-STAGED = (
-    1 << 16
-)  # bytes of the host's memory that CUDA sets aside at once; for more it may wait for the stream
+STAGED = 1 << 16  # bytes that CUDA takes from the host's memory at once; with more it may wait for the stream
 _CODES = {torch.int32: "i", torch.int64: "q", torch.float32: "f"}
 
 

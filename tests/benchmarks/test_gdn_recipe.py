@@ -110,9 +110,8 @@ def test_a_table_becomes_markdown_with_every_figure(done: Path) -> None:
             assert cell.startswith(f"{row['speedup']:.2f}x") and cell.endswith(
                 f"{row['acceptance_length']:.2f}"
             )
-    assert (
-        all(f"{point['speedup']:.2f}" in curve for point in table["curve"]) and len(curve.splitlines()) == 5
-    )
+    assert all(f"{point['speedup']:.2f}" in curve for point in table["curve"])
+    assert len(curve.splitlines()) == 5
     assert parts.splitlines()[-1] == "| B = 2, chain 8 | 0.250 | 1.500 |"
 
 

@@ -112,8 +112,7 @@ def _launch(
     if rows == 0:
         return
     split = splits(outputs, in_features)
-    wide = x.dtype == torch.float32
-    BM, BR, BK, warps, stages = tiles(rows, wide, scale is not None)
+    BM, BR, BK, warps, stages = tiles(rows, x.dtype == torch.float32, scale is not None)
     # rows go by first, so that a weight that several of their tiles read comes from memory once
     grid = (triton.cdiv(rows, BR), triton.cdiv(outputs, BM), split)
     gathers = split > 1 and not parts
